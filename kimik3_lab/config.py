@@ -1,0 +1,419 @@
+"""The shape of Kimi K3: every released value with its source, and smaller members of the family.
+
+Needs the standard library only. Used by every lesson; lesson 01 walks through the fields.
+
+The names are those of the released ``config.json`` (text part), which are also the names that vLLM
+and transformers read, so a configuration written here loads there and the other way round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ConfigError", "K3Config", "LinearAttentionConfig"]
+
+_RELEASED = "moonshotai/Kimi-K3 config.json, text_config"
+_QUANT = "moonshotai/Kimi-K3 config.json, quantization_config"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot describe a Kimi K3; the message says what to change."""
+
+
+def _src(default: Any, note: str = "", *, source: str = _RELEASED) -> Any:
+    """Declare a field with its released value, where it is released and what it means."""
+    return field(default=default, metadata={"source": source, "note": note})
+
+
+@dataclass(frozen=True)
+class LinearAttentionConfig:
+    """The Kimi Delta Attention part (``linear_attn_config``); layer lists are 1-based as released.
+
+    Examples
+    --------
+    >>> LinearAttentionConfig().num_heads * LinearAttentionConfig().head_dim
+    12288
+    """
+
+    num_heads: int = _src(96, "KDA heads")
+    head_dim: int = _src(128, "key and value width of a head; the state is head_dim x head_dim")
+    short_conv_kernel_size: int = _src(4, "taps of the causal depthwise convolution on q, k, v")
+    gate_lower_bound: float | None = _src(
+        -5.0, "log-decay lies in (lower_bound, 0); None means the older softplus gate"
+    )
+    use_full_rank_gate: bool = _src(True, "output gate is one full matrix, not a low-rank pair")
+    kda_layers: tuple[int, ...] = _src(
+        tuple(n for n in range(1, 94) if n % 4 and n != 93), "1-based numbers of the KDA layers"
+    )
+    full_attn_layers: tuple[int, ...] = _src(
+        (*range(4, 93, 4), 93), "1-based numbers of the MLA layers; 92 and 93 are neighbours"
+    )
+
+    @property
+    def projection_size(self) -> int:
+        """Width of q, k, v and the output gate, all heads together."""
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class K3Config:
+    """Shape of a Kimi K3 text model. The defaults are the released model.
+
+    Every field carries the place it was read from in its metadata: see :meth:`sources`.
+
+    Examples
+    --------
+    >>> config = K3Config.released()
+    >>> config.num_hidden_layers, len(config.mla_layer_ids), config.num_experts
+    (93, 24, 896)
+    >>> config.is_kda_layer(91), config.is_kda_layer(92)
+    (False, False)
+    """
+
+    vocab_size: int = _src(163_840)
+    hidden_size: int = _src(7168, "width of the residual stream")
+    num_hidden_layers: int = _src(93)
+    intermediate_size: int = _src(33_792, "width of the dense feed-forward in layer 0")
+    rms_norm_eps: float = _src(1e-5)
+    max_position_embeddings: int = _src(1_048_576, "context length in tokens")
+    tie_word_embeddings: bool = _src(False)
+    dtype: str = _src("bfloat16", "everything but the routed experts and a few fp32 vectors")
+    bos_token_id: int = _src(163_584)
+    eos_token_id: int = _src(163_586)
+    pad_token_id: int = _src(163_839)
+    initializer_range: float = _src(0.02)
+
+    linear_attn_config: LinearAttentionConfig = field(
+        default_factory=LinearAttentionConfig, metadata={"source": _RELEASED, "note": "KDA"}
+    )
+
+    num_attention_heads: int = _src(96, "MLA query heads")
+    q_lora_rank: int = _src(1536)
+    kv_lora_rank: int = _src(512, "width of the cached latent")
+    qk_nope_head_dim: int = _src(128)
+    qk_rope_head_dim: int = _src(64, "cached and scored like the rest: nothing is rotated")
+    v_head_dim: int = _src(128)
+    mla_use_nope: bool = _src(True, "no rotary embedding anywhere in the model")
+    mla_use_output_gate: bool = _src(True)
+    mla_norm_eps: float = _src(
+        1e-5,
+        "epsilon of q_a_layernorm and kv_a_layernorm: vLLM uses rms_norm_eps, "
+        "the Hugging Face class default is 1e-6",
+        source="vLLM 0.33.0, vllm/models/kimi_k3/nvidia/mla.py (not a config.json field)",
+    )
+
+    attn_res_block_size: int = _src(12, "layers in one attention-residual block")
+
+    hidden_act: str = _src("situ")
+    activation_situ_beta: float = _src(4.0, "soft bound on the gate half")
+    activation_situ_linear_beta: float = _src(25.0, "soft bound on the linear half")
+
+    num_experts: int = _src(896, "routed experts in a MoE layer")
+    num_experts_per_token: int = _src(16, "top-k")
+    moe_intermediate_size: int = _src(3072)
+    routed_expert_hidden_size: int = _src(3584, "latent width that the routed experts work in")
+    latent_moe_use_norm: bool = _src(True)
+    num_shared_experts: int = _src(2, "run as one feed-forward of twice the width")
+    first_k_dense_replace: int = _src(1, "the first k layers have a dense feed-forward")
+    moe_layer_freq: int = _src(1)
+    moe_router_activation_func: str = _src("sigmoid")
+    moe_renormalize: bool = _src(True)
+    routed_scaling_factor: float = _src(1.0)
+    num_expert_group: int = _src(1, "one group: grouped top-k does nothing")
+    topk_group: int = _src(1)
+
+    num_nextn_predict_layers: int = _src(0, "no MTP layer in the release")
+    expert_dtype: str = _src(
+        "mxfp4", "format of the routed experts on disk: mxfp4 or bf16", source=_QUANT
+    )
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    # -- members of the family ---------------------------------------------------------------
+
+    @classmethod
+    def released(cls) -> K3Config:
+        """Kimi K3 as released: 2.78 T parameters."""
+        return cls()
+
+    @classmethod
+    def tiny(cls) -> K3Config:
+        """Return a K3 for a laptop: every mechanism, small widths, about 2.4 M parameters.
+
+        As in the release the first layer is dense, the last two layers are both MLA, and the last
+        attention-residual block is a partial one. ``kv_lora_rank`` and ``qk_rope_head_dim`` keep
+        their released values because vLLM's MLA kernels accept few others.
+        """
+        layers = 7
+        return cls(
+            vocab_size=1024,
+            hidden_size=128,
+            num_hidden_layers=layers,
+            intermediate_size=256,
+            max_position_embeddings=2048,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=2,
+            linear_attn_config=LinearAttentionConfig(
+                num_heads=2,
+                head_dim=32,
+                kda_layers=tuple(range(1, layers - 1)),
+                full_attn_layers=(layers - 1, layers),
+            ),
+            num_attention_heads=2,
+            q_lora_rank=96,
+            attn_res_block_size=3,
+            num_experts=16,
+            num_experts_per_token=4,
+            moe_intermediate_size=32,
+            routed_expert_hidden_size=64,
+            expert_dtype="bf16",
+        )
+
+    @classmethod
+    def micro(cls) -> K3Config:
+        """Return the smallest K3 with every mechanism, for the interpreter and fast tests."""
+        return dataclasses.replace(
+            cls.tiny(),
+            vocab_size=64,
+            hidden_size=64,
+            num_hidden_layers=4,
+            intermediate_size=64,
+            max_position_embeddings=256,
+            linear_attn_config=LinearAttentionConfig(
+                num_heads=2, head_dim=16, kda_layers=(1, 2), full_attn_layers=(3, 4)
+            ),
+            q_lora_rank=32,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=16,
+            v_head_dim=16,
+            num_experts=4,
+            num_experts_per_token=2,
+            moe_intermediate_size=32,
+            routed_expert_hidden_size=32,
+        )
+
+    # -- derived facts -----------------------------------------------------------------------
+
+    def is_kda_layer(self, layer_id: int) -> bool:
+        """Whether 0-based layer ``layer_id`` is a KDA layer (otherwise it is MLA)."""
+        return layer_id + 1 in self.linear_attn_config.kda_layers
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        """Whether 0-based layer ``layer_id`` has routed experts (otherwise a dense MLP)."""
+        return layer_id >= self.first_k_dense_replace and layer_id % self.moe_layer_freq == 0
+
+    @property
+    def kda_layer_ids(self) -> tuple[int, ...]:
+        """0-based ids of the KDA layers."""
+        return tuple(n - 1 for n in self.linear_attn_config.kda_layers)
+
+    @property
+    def mla_layer_ids(self) -> tuple[int, ...]:
+        """0-based ids of the MLA layers."""
+        return tuple(n - 1 for n in self.linear_attn_config.full_attn_layers)
+
+    @property
+    def moe_layer_ids(self) -> tuple[int, ...]:
+        """0-based ids of the layers with routed experts."""
+        return tuple(i for i in range(self.num_hidden_layers) if self.is_moe_layer(i))
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of an MLA query or key head, both parts; its root scales the scores."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def mla_cache_dim(self) -> int:
+        """Values that an MLA layer caches for a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def shared_intermediate_size(self) -> int:
+        """Width of the shared experts, run as one feed-forward."""
+        return self.num_shared_experts * self.moe_intermediate_size
+
+    def sources(self) -> dict[str, tuple[Any, str, str]]:
+        """Map each field to its value, the place it was released in, and a note.
+
+        Only meaningful for :meth:`released`; other members carry the same notes.
+        """
+        rows: dict[str, tuple[Any, str, str]] = {}
+        for prefix, obj in (("", self), ("linear_attn_config.", self.linear_attn_config)):
+            for f in dataclasses.fields(obj):
+                value = getattr(obj, f.name)
+                if not dataclasses.is_dataclass(value):
+                    rows[prefix + f.name] = (value, f.metadata["source"], f.metadata["note"])
+        return rows
+
+    # -- config.json -------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Flat ``config.json`` content (``KimiLinearForCausalLM``), readable by vLLM."""
+        body = dataclasses.asdict(self)
+        linear = body["linear_attn_config"]
+        linear["kda_layers"] = list(linear["kda_layers"])
+        linear["full_attn_layers"] = list(linear["full_attn_layers"])
+        return {
+            "architectures": ["KimiLinearForCausalLM"],
+            "model_type": "kimi_linear",
+            "num_key_value_heads": self.num_attention_heads,
+            "head_dim": self.linear_attn_config.head_dim,
+            "use_grouped_topk": True,
+            "rope_theta": 10000.0,
+            "rope_scaling": None,
+            **body,
+        }
+
+    @classmethod
+    def from_dict(cls, body: dict[str, Any]) -> K3Config:
+        """Read ``config.json`` content, flat or nested under ``text_config``.
+
+        Raises
+        ------
+        ConfigError
+            If a field is missing, has the wrong type, or does not fit the others.
+        """
+        if not isinstance(body, dict):
+            raise ConfigError(f"expected a JSON object, got {type(body).__name__}")
+        body = body.get("text_config", body)
+        linear = body.get("linear_attn_config")
+        if not isinstance(linear, dict):
+            raise ConfigError(
+                "linear_attn_config is missing: a Kimi K3 config.json has an object of that name "
+                "with num_heads, head_dim and the 1-based layer lists"
+            )
+        values = _typed(cls, body, skip={"linear_attn_config"})
+        kda = LinearAttentionConfig(
+            **_typed(LinearAttentionConfig, linear, where="linear_attn_config.")
+        )
+        return cls(linear_attn_config=kda, **values)
+
+    def save(self, path: str | Path) -> None:
+        """Write ``config.json`` into the folder ``path``."""
+        text = json.dumps(self.to_dict(), indent=2) + "\n"
+        (Path(path) / "config.json").write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> K3Config:
+        """Read ``config.json`` from the model folder ``path``.
+
+        Raises
+        ------
+        ConfigError
+            If the folder or file is missing, is not JSON, or does not describe a Kimi K3.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"no model folder at {folder}: give a folder that holds config.json, "
+                "for example data/tiny-k3"
+            )
+        file = folder / "config.json"
+        if not file.is_file():
+            raise ConfigError(f"{folder} has no config.json, so it is not a model folder")
+        try:
+            body = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{file} is not valid JSON: {error}") from error
+        try:
+            return cls.from_dict(body)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from error
+
+
+#: Fields that a config.json may leave out: not in the release, or with an obvious default.
+_OPTIONAL = {"mla_norm_eps", "expert_dtype", "initializer_range", "dtype", "gate_lower_bound"}
+
+
+def _typed(
+    cls: type[K3Config] | type[LinearAttentionConfig],
+    body: dict[str, Any],
+    *,
+    where: str = "",
+    skip: Collection[str] = (),
+) -> dict[str, Any]:
+    """Pick the fields of ``cls`` out of ``body``, checking presence and type of each."""
+    values: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        if f.name in skip:
+            continue
+        if f.name not in body:
+            if f.name not in _OPTIONAL:
+                raise ConfigError(f"{where}{f.name} is missing (released value: {f.default!r})")
+            # An absent bound means the older softplus gate; elsewhere the default is meant.
+            if f.name == "gate_lower_bound":
+                values[f.name] = None
+            continue
+        value, want = body[f.name], type(f.default)
+        if isinstance(f.default, tuple):
+            if not isinstance(value, list | tuple) or not all(type(v) is int for v in value):
+                raise ConfigError(f"{where}{f.name} must be a list of integers, got {value!r}")
+            value = tuple(value)
+        elif f.name == "gate_lower_bound" and value is None:
+            pass
+        elif want is float and type(value) is int:
+            value = float(value)
+        elif type(value) is not want:
+            raise ConfigError(f"{where}{f.name} must be of type {want.__name__}, got {value!r}")
+        values[f.name] = value
+    return values
+
+
+_MAY_BE_ZERO = {"bos_token_id", "eos_token_id", "pad_token_id", "first_k_dense_replace",
+                "num_nextn_predict_layers"}  # fmt: skip
+
+
+def _check(config: K3Config) -> None:
+    """Refuse a configuration whose parts do not fit, naming the field to change."""
+    linear = config.linear_attn_config
+    for prefix, obj in (("", config), ("linear_attn_config.", linear)):
+        for f in dataclasses.fields(obj):
+            value = getattr(obj, f.name)
+            if type(value) is int and value < (f.name not in _MAY_BE_ZERO):
+                least = 0 if f.name in _MAY_BE_ZERO else 1
+                raise ConfigError(f"{prefix}{f.name} must be at least {least}, got {value}")
+    layers = sorted((*linear.kda_layers, *linear.full_attn_layers))
+    if layers != list(range(1, config.num_hidden_layers + 1)):
+        raise ConfigError(
+            "kda_layers and full_attn_layers together must name each layer from 1 to "
+            f"num_hidden_layers={config.num_hidden_layers} once (they are 1-based); got {layers}"
+        )
+    if config.num_experts_per_token > config.num_experts:
+        raise ConfigError(
+            f"num_experts_per_token={config.num_experts_per_token} is more than "
+            f"num_experts={config.num_experts}"
+        )
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(config, name) >= config.vocab_size:
+            raise ConfigError(
+                f"{name}={getattr(config, name)} lies outside vocab_size={config.vocab_size}"
+            )
+    bound = linear.gate_lower_bound
+    if bound is not None and not -5.0 <= bound < 0.0:
+        raise ConfigError(f"gate_lower_bound must lie in [-5, 0) or be null, got {bound}")
+    for name, allowed in (
+        ("expert_dtype", ("mxfp4", "bf16")),
+        ("hidden_act", ("situ",)),
+        ("moe_router_activation_func", ("sigmoid",)),
+        ("num_expert_group", (1,)),
+        ("topk_group", (1,)),
+        ("mla_use_nope", (True,)),
+        ("mla_use_output_gate", (True,)),
+        ("latent_moe_use_norm", (True,)),
+        ("tie_word_embeddings", (False,)),
+    ):
+        if getattr(config, name) not in allowed:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is not part of Kimi K3; "
+                f"expected {' or '.join(map(repr, allowed))}"
+            )
+    if not linear.use_full_rank_gate:
+        raise ConfigError("linear_attn_config.use_full_rank_gate=False is Kimi Linear, not K3")

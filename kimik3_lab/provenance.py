@@ -1,0 +1,91 @@
+"""Where a number came from: versions, machine, date, commit and command of a measurement.
+
+Needs the standard library only. Every JSON result that the lab writes carries this block.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+from kimik3_lab.paths import repository_dir
+
+__all__ = ["provenance"]
+
+_PACKAGES = ("torch", "triton", "numpy", "fastapi", "uvicorn", "httpx", "vllm", "guidellm")
+
+
+def provenance(*, device: str = "cpu", command: str | None = None) -> dict[str, Any]:
+    """Describe this process for a result file.
+
+    Parameters
+    ----------
+    device
+        What the measured work ran on, for example ``"cpu"`` or the name of a GPU.
+    command
+        The command that repeats the measurement; by default the command line of this process.
+
+    Examples
+    --------
+    >>> sorted(provenance())[:4]
+    ['command', 'cpu', 'cpu_count', 'date_utc']
+    """
+    from kimik3_lab import __version__
+
+    if command is None:
+        name = os.path.basename(sys.argv[0]) or "python"
+        command = shlex.join([name, *sys.argv[1:]])
+    return {
+        "lab_version": __version__,
+        "git_commit": _git_commit(),
+        "date_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "device": device,
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": {name: v for name in _PACKAGES if (v := _version(name))},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _git_commit() -> str | None:
+    """Commit of the checkout, with ``-dirty`` when files differ; None outside a checkout."""
+    git = ["git", "-C", str(repository_dir())]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
+        )
+        if head.returncode:
+            return None
+        status = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True, text=True, timeout=5,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return head.stdout.strip() + ("-dirty" if status.stdout.strip() else "")
