@@ -18,7 +18,10 @@ from kimik3_lab.paths import repository_dir
 
 __all__ = ["provenance"]
 
-_PACKAGES = ("torch", "triton", "numpy", "fastapi", "uvicorn", "httpx", "vllm", "guidellm")
+_PACKAGES = (
+    "torch", "triton", "numpy", "scipy", "tokenizers", "fastapi", "uvicorn", "aiohttp", "vllm",
+    "guidellm",
+)  # fmt: skip
 
 
 def provenance(*, device: str = "cpu", command: str | None = None) -> dict[str, Any]:
