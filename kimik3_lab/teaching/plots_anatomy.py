@@ -1,0 +1,137 @@
+"""Figures of lesson 01: where the parameters are, and what a sequence keeps in memory.
+
+Needs plotly. Each function takes numbers that the accounting has worked out and returns a figure.
+"""
+
+from __future__ import annotations
+
+from math import log10
+
+import plotly.graph_objects as go
+
+from kimik3_lab.performance.accounting import AnatomyReport, SequenceMemory, short_count
+from kimik3_lab.teaching.plots import COLORS, label
+
+__all__ = ["component_dots", "sequence_memory_lines"]
+
+_TOTAL, _ACTIVE = 0, 3  # colours, as numbers of a series
+
+
+def component_dots(report: AnatomyReport) -> go.Figure:
+    """Draw each part's parameters, all of them and those a token uses, on a logarithmic axis.
+
+    Parts are sorted by size. A ring is what is stored, a filled diamond what is active; where one
+    sits inside the other, a token uses the whole part.
+    """
+    rows = sorted(report.components, key=lambda row: row.parameters)
+    names = [row.label for row in rows]
+    figure = go.Figure()
+    for row in rows:
+        if 0 < row.active_parameters < row.parameters:
+            figure.add_scatter(
+                x=[row.active_parameters, row.parameters],
+                y=[row.label] * 2,
+                mode="lines",
+                line={"color": "#999999", "width": 2},
+                hoverinfo="skip",
+            )
+    figure.add_scatter(
+        x=[row.parameters for row in rows],
+        y=names,
+        mode="markers+text",
+        text=[short_count(row.parameters) for row in rows],
+        textposition="middle right",
+        marker={
+            "symbol": "circle-open",
+            "size": 15,
+            "color": COLORS[_TOTAL],
+            "line": {"width": 2.5},
+        },
+        name="stored",
+        hovertemplate="%{y}: %{x:,} stored<extra></extra>",
+    )
+    active = [row for row in rows if row.active_parameters]
+    figure.add_scatter(
+        x=[row.active_parameters for row in active],
+        y=[row.label for row in active],
+        mode="markers+text",
+        text=[
+            short_count(row.active_parameters) if row.active_parameters < row.parameters else ""
+            for row in active
+        ],
+        textposition="middle left",
+        marker={"symbol": "diamond", "size": 8, "color": COLORS[_ACTIVE]},
+        name="used by a token",
+        hovertemplate="%{y}: %{x:,} used by a token<extra></extra>",
+    )
+    smallest, largest = rows[0].parameters, rows[-1].parameters
+    figure.update_xaxes(
+        type="log",
+        title="parameters (logarithmic)",
+        range=[log10(smallest) - 0.4, log10(largest) + 1.1],
+        tickvals=[1e2, 1e4, 1e6, 1e8, 1e10, 1e12],
+        ticktext=["100", "10 K", "1 M", "100 M", "10 B", "1 T"],
+    )
+    figure.update_yaxes(ticks="", categoryorder="array", categoryarray=names)
+    largest_row = rows[-1]
+    label(figure, largest_row.parameters, largest_row.label, "stored", _TOTAL, side="above")
+    if 0 < largest_row.active_parameters < largest_row.parameters:
+        used = largest_row.active_parameters
+        label(figure, used, largest_row.label, "used by a token", _ACTIVE, side="above")
+    figure.update_layout(
+        title="Stored parameters, and those a token uses",
+        showlegend=False,
+        height=520,
+    )
+    return figure
+
+
+def sequence_memory_lines(memory: SequenceMemory, max_tokens: int = 1_048_576) -> go.Figure:
+    """Draw a sequence's memory against its length: the hybrid, an all-MLA twin, the KDA state."""
+    tokens = [1024 * 2**i for i in range(32) if 1024 * 2**i <= max_tokens]
+    series = (
+        ("KDA and MLA: K3", [memory.bytes_at(n) / 1e9 for n in tokens], 0, "solid"),
+        ("MLA in every layer", [memory.all_mla_bytes_at(n) / 1e9 for n in tokens], 3, "dash"),
+        ("KDA state alone", [memory.state_bytes / 1e9] * len(tokens), 2, "dot"),
+    )
+    figure = go.Figure()
+    for name, values, color, dash in series:
+        figure.add_scatter(
+            x=tokens,
+            y=values,
+            mode="lines",
+            name=name,
+            line={"color": COLORS[color], "dash": dash, "width": 3},
+            hovertemplate="%{x:,} tokens: %{y:.3g} GB<extra>" + name + "</extra>",
+        )
+    figure.update_xaxes(
+        type="log",
+        title="context, tokens (logarithmic)",
+        range=[log10(tokens[0]), log10(tokens[-1]) + 0.05],
+        tickvals=[1024, 4096, 16384, 65536, 262144, 1048576],
+        ticktext=["1 Ki", "4 Ki", "16 Ki", "64 Ki", "256 Ki", "1 Mi"],
+    )
+    figure.update_yaxes(
+        type="log",
+        title="memory of one sequence, GB",
+        range=[log10(0.08), log10(300)],
+        tickvals=[0.1, 1, 10, 100],
+    )
+    at = tokens[len(tokens) * 7 // 10]
+    label(figure, at, memory.all_mla_bytes_at(at) / 1e9, series[1][0], 3, side="left")
+    figure.layout.annotations[-1].xshift = -28  # clear of the slope
+    label(figure, at, memory.bytes_at(at) / 1e9, series[0][0], 0, side="right")
+    figure.layout.annotations[-1].xshift = 28
+    label(figure, tokens[-2], memory.state_bytes / 1e9, series[2][0], 2, side="below")
+    if (cross := memory.all_mla_break_even) is not None and tokens[0] < cross < tokens[-1]:
+        figure.add_scatter(
+            x=[cross],
+            y=[memory.bytes_at(cross) / 1e9],
+            mode="markers+text",
+            text=[f"{cross:,} tokens"],
+            textposition="top left",
+            marker={"symbol": "circle", "size": 11, "color": "#000000"},
+            hoverinfo="skip",
+        )
+    figure.update_layout(title="A fixed price first, a gentler slope after", showlegend=False)
+    return figure

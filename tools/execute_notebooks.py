@@ -1,0 +1,66 @@
+"""Run notebooks from top to bottom and store what they print, as they are committed.
+
+    python tools/execute_notebooks.py notebooks/00_start_here.ipynb ...
+
+Without names it runs every lesson. A notebook that fails is left as it was. Predictions go to a
+temporary folder, so yours stay as they are; widget states and timings, which only make noise in a
+diff, are not stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+
+
+def execute(path: Path, *, timeout: int = 600) -> None:
+    """Run one notebook and replace its file when all cells have passed."""
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(
+        notebook,
+        timeout=timeout,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+        record_timing=False,
+        store_widget_state=False,
+    ).execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+    # Which Python patch release ran it is printed by the Setup cell; here it would only be noise.
+    notebook.metadata.get("language_info", {}).pop("version", None)
+    part = path.with_suffix(".ipynb.part")
+    part.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def main() -> int:
+    """Run the notebooks named on the command line; return 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("notebooks", nargs="*", type=Path, help="default: every lesson")
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="k3lab-execute-") as home:
+        os.environ["K3LAB_HOME"] = home
+        for path in parser.parse_args().notebooks or sorted(NOTEBOOKS.rglob("[0-9]*.ipynb")):
+            start = time.monotonic()
+            try:
+                execute(path)
+            except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+                failed.append(path)
+                print(f"FAILED  {path}\n{error}", file=sys.stderr)
+            else:
+                print(f"{time.monotonic() - start:6.1f} s  {path}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
