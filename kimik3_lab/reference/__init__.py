@@ -1,0 +1,33 @@
+"""Kimi K3 in plain PyTorch: the oracle that kernels, caches and the engine are checked against.
+
+Needs torch. Import the part that you need, for example ``from kimik3_lab.reference import kda``.
+Lessons 01 to 06 read one file each; the engine of lesson 10 runs all of it.
+
+==================  ============================================================================
+``kda``             Kimi Delta Attention: gate, short convolution, recurrent and chunked forms
+``mla``             gated multi-head latent attention: expanded and absorbed forms
+``moe``             router, SiTU, latent experts, shared experts
+``mxfp4``           the four-bit format of the routed experts
+``residuals``       attention residuals: how a sublayer reads the blocks before it
+``norms``           RMSNorm, and the rule for the type that sums are taken in
+``model``           :class:`~kimik3_lab.reference.model.K3ForCausalLM`, all layers together
+``state``           what one sequence keeps between steps, and the mixer that reads and writes it
+``checkpoint``      released tensor names to a model and back
+``initialization``  random weights for small members of the family
+==================  ============================================================================
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "checkpoint",
+    "initialization",
+    "kda",
+    "mla",
+    "model",
+    "moe",
+    "mxfp4",
+    "norms",
+    "residuals",
+    "state",
+]
