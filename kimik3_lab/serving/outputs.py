@@ -1,0 +1,155 @@
+"""What passes between scheduler, executor and engine in one step.
+
+Needs the standard library only. Lessons 08 and 10 print these. Names are vLLM's, see
+``vllm/v1/core/sched/output.py``, ``vllm/v1/outputs.py`` and ``vllm/v1/engine/__init__.py``.
+
+An executor keeps its own copy of every request. The scheduler sends the whole request once
+(:class:`NewRequestData`), later only what changed (:class:`CachedRequestData`), and at last the id
+of the request when it is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kimik3_lab.serving.request import Request, RequestStatus, SamplingParams
+
+__all__ = [
+    "CachedRequestData",
+    "EngineCoreOutput",
+    "ModelRunnerOutput",
+    "NewRequestData",
+    "SchedulerOutput",
+    "SchedulerStats",
+]
+
+
+@dataclass(slots=True)
+class NewRequestData:
+    """A request that an executor sees for the first time."""
+
+    req_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    block_ids: list[int]
+    num_computed_tokens: int
+
+    @classmethod
+    def from_request(cls, request: Request, block_ids: list[int]) -> NewRequestData:
+        """Describe ``request`` as it stands before the step."""
+        return cls(
+            req_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=request.sampling_params,
+            block_ids=block_ids,
+            num_computed_tokens=request.num_computed_tokens,
+        )
+
+
+@dataclass(slots=True)
+class CachedRequestData:
+    """What changed for a request that an executor knows.
+
+    ``new_block_ids`` extend the executor's block table. After a preemption
+    (``resumed_from_preemption``) they replace it, the state of the request starts again from zero,
+    and ``all_token_ids`` holds all that is to be computed anew; otherwise it is None, since the
+    executor has sampled the tokens itself.
+    """
+
+    req_id: str
+    resumed_from_preemption: bool
+    new_block_ids: list[int]
+    num_computed_tokens: int
+    all_token_ids: list[int] | None = None
+
+    @classmethod
+    def from_request(cls, request: Request, new_block_ids: list[int]) -> CachedRequestData:
+        """Describe ``request`` as it stands before the step."""
+        resumed = request.status is RequestStatus.PREEMPTED
+        return cls(
+            req_id=request.request_id,
+            resumed_from_preemption=resumed,
+            new_block_ids=new_block_ids,
+            num_computed_tokens=request.num_computed_tokens,
+            all_token_ids=request.all_token_ids if resumed else None,
+        )
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step: who computes how many tokens (``vllm.v1.core.sched.output.SchedulerOutput``).
+
+    Attributes
+    ----------
+    num_scheduled_tokens : dict of str to int
+        Tokens of this step for each request. A request's ``num_computed_tokens`` in the two lists
+        is its value *before* the step.
+    scheduled_spec_decode_tokens : dict of str to list of int
+        Draft tokens to verify, where a drafter is at work.
+    preempted_req_ids : set of str
+        Requests that lost their blocks and their state since the last step; they come back.
+    finished_req_ids : set of str
+        Requests that ended since the last step; they do not come back. An executor first drops
+        what these two sets name, then looks at the lists.
+    """
+
+    scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
+    scheduled_cached_reqs: list[CachedRequestData] = field(default_factory=list)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    total_num_scheduled_tokens: int = 0
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    preempted_req_ids: set[str] = field(default_factory=set)
+    finished_req_ids: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """What an executor returns: for each request the tokens it sampled, none inside a prompt."""
+
+    req_ids: list[str]
+    sampled_token_ids: list[list[int]]
+
+
+@dataclass(slots=True)
+class EngineCoreOutput:
+    """News of one request after a step (``vllm.v1.engine.EngineCoreOutput``).
+
+    ``finish_reason`` is None while the request goes on, else ``stop``, ``length``, ``abort`` or
+    ``error``. ``stop_reason`` is the stop token that ended it, None for end-of-sequence.
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    num_computed_tokens: int = 0
+
+    @classmethod
+    def from_request(cls, request: Request, new_token_ids: list[int]) -> EngineCoreOutput:
+        """News of ``request`` as it stands after the step."""
+        return cls(
+            request_id=request.request_id,
+            new_token_ids=new_token_ids,
+            finish_reason=request.status.finish_reason,
+            stop_reason=request.stop_reason,
+            num_computed_tokens=request.num_computed_tokens,
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the last news of the request."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """The scheduler at one moment (``vllm.v1.metrics.stats.SchedulerStats``).
+
+    ``kv_cache_usage`` is the share of usable blocks that are taken, in [0, 1];
+    ``num_preemptions`` counts from the start.
+    """
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    kv_cache_usage: float
+    num_preemptions: int

@@ -1,0 +1,278 @@
+"""The whole server: the tiny K3 in a process of its own, and every way not to start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from kimik3_lab.paths import default_model_dir
+from kimik3_lab.serving.server import (
+    RunningServer,
+    ServeOptions,
+    ServerStartError,
+    Tokenizer,
+    run,
+    start_in_background,
+)
+
+MODEL = default_model_dir()
+SERVE = [sys.executable, "-c", "from kimik3_lab.cli import main; main()", "serve"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with start_in_background(MODEL, dtype="float64", threads=1, max_num_seqs=8) as running:
+        yield running
+    assert not running.is_running
+    assert running.process.returncode == 0, running.log_tail()
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.base_url, timeout=60, trust_env=False) as http:
+        yield http
+
+
+def stream_texts(response: httpx.Response) -> tuple[list[str], str | None]:
+    """Read a stream of completions: its texts and the last reason to end."""
+    texts, reason = [], None
+    for line in response.iter_lines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                texts.append(choice["text"])
+                reason = choice["finish_reason"]
+    return texts, reason
+
+
+# -- a running server ----------------------------------------------------------------------------
+
+
+def test_the_answer_is_what_the_model_generates(client: httpx.Client) -> None:
+    import torch
+
+    from kimik3_lab.reference import checkpoint
+
+    tokenizer = Tokenizer.load(MODEL)
+    prompt_ids = tokenizer.encode("def main():\n")
+    model = checkpoint.load(MODEL, dtype=torch.float64)
+    expected = tokenizer.decode(model.generate(prompt_ids, 12))
+    body = {"prompt": prompt_ids, "max_tokens": 12}
+    assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == expected
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        texts, _ = stream_texts(response)
+    assert "".join(texts) == expected
+
+
+def test_streams_at_the_same_time_give_what_each_gives_alone(client: httpx.Client) -> None:
+    bodies = [{"prompt": f"item {n} of", "max_tokens": 6 + n, "ignore_eos": True} for n in range(8)]
+    alone = [client.post("/v1/completions", json=b).json()["choices"][0]["text"] for b in bodies]
+    together: dict[int, tuple[list[str], str | None]] = {}
+
+    def read(number: int) -> None:
+        body = {**bodies[number], "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            together[number] = stream_texts(response)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, text in enumerate(alone):
+        texts, reason = together[number]
+        assert "".join(texts) == text
+        assert (len(texts), reason) == (6 + number, "length")
+
+
+def test_a_chat(client: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "hello"}]
+    body = {"messages": [{"role": "user", "content": parts}], "max_completion_tokens": 3}
+    answer = client.post("/v1/chat/completions", json=body).json()
+    assert answer["model"] == "tiny-k3"
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert 1 <= answer["usage"]["completion_tokens"] <= 3
+
+
+def test_a_bad_request_and_a_client_that_leaves(client: httpx.Client) -> None:
+    assert client.post("/v1/completions", json={"prompt": 5}).status_code == 400
+    long = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=long) as response:
+        next(response.iter_lines())
+    good = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+    assert good.status_code == 200
+    assert client.get("/health").status_code == 200
+
+
+def test_stopping_ends_a_running_stream_cleanly() -> None:
+    server = start_in_background(MODEL, threads=1, max_num_seqs=2, port=free_port())
+    long = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    url = f"{server.base_url}/v1/completions"
+    with httpx.stream("POST", url, json=long, timeout=60, trust_env=False) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGINT)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+    server.stop()
+    assert server.process.returncode == 0, server.log_tail()
+    assert "Traceback" not in server.log_tail(1000)
+    server.stop()  # twice does no harm
+
+
+@pytest.mark.slow
+def test_a_server_does_not_outlive_the_process_that_started_it() -> None:
+    code = (
+        "import time; from kimik3_lab.serving.server import start_in_background;"
+        "print(start_in_background(threads=1).pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 20
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the server outlived its parent"
+        time.sleep(0.1)
+
+
+# -- servers that do not start -------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def copy_of_model(folder: Path) -> Path:
+    return Path(shutil.copytree(MODEL, folder / "model"))
+
+
+def refusal(model: Path, **settings: object) -> str:
+    """Return the one line that a server which cannot start gives; see that no port is open."""
+    port = free_port()
+    with pytest.raises(ServerStartError) as raised:
+        run(ServeOptions(model=model, port=port, **settings))
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_a_missing_folder(tmp_path) -> None:
+    assert "no model folder at" in refusal(tmp_path / "nothing")
+
+
+def test_a_broken_config(tmp_path) -> None:
+    model = copy_of_model(tmp_path)
+    (model / "config.json").write_text('{"vocab_size": ')
+    assert "config.json is not valid JSON" in refusal(model)
+    (model / "config.json").unlink()
+    assert "has no config.json" in refusal(model)
+
+
+def test_a_broken_generation_config(tmp_path) -> None:
+    model = copy_of_model(tmp_path)
+    (model / "generation_config.json").write_text('{"temperature": "warm"}')
+    assert "temperature must be a number, got 'warm'" in refusal(model)
+
+
+def test_a_broken_tokenizer(tmp_path) -> None:
+    model = copy_of_model(tmp_path)
+    (model / "tokenizer.json").unlink()
+    assert "no tokenizer at" in refusal(model)
+
+
+def test_a_tokenizer_of_another_model(tmp_path) -> None:
+    model = copy_of_model(tmp_path)
+    file = model / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 1000}))
+    assert "do not belong together" in refusal(model)
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "garbage"])
+def test_broken_weights(tmp_path, damage: str) -> None:
+    model = copy_of_model(tmp_path)
+    file = model / "model.safetensors"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1000])
+    elif damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(b"not a checkpoint")
+    message = refusal(model)
+    assert "weights" in message and str(model) in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_model_len": 4096}, "more than the model's max_position_embeddings=2048"),
+        ({"num_blocks": 1}, "num_blocks must be at least 2"),
+        ({"host": "no.such.host.invalid"}, "cannot listen on host"),
+        ({"num_blocks": 10**9}, "lower num_blocks"),
+    ],
+)
+def test_settings_that_do_not_fit(settings: dict[str, object], words: str) -> None:
+    assert words in refusal(MODEL, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batching": "dynamic"}, "batching must be one of continuous, static, got 'dynamic'"),
+        ({"port": 70000}, "port must lie between 0 and 65535"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
+        ({"shutdown_timeout": -1.0}, "shutdown_timeout must be 0 or more"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ServeOptions(model=MODEL, **settings)
+
+
+def test_a_port_in_use_is_one_line_and_status_1() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = subprocess.run([*SERVE, "--port", str(port)], capture_output=True, text=True)
+        assert ended.returncode == 1
+        assert ended.stderr.count("\n") == 1, ended.stderr
+        assert f"port {port}" in ended.stderr and "--port" in ended.stderr
+
+
+def test_the_background_start_tells_why_the_server_died(tmp_path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ServerStartError, match="no model folder at"):
+        start_in_background(tmp_path / "nothing")
+    assert time.monotonic() - begin < 30
+
+
+def test_every_option_reaches_the_command_line() -> None:
+    options = ServeOptions(
+        model="m", host="::1", port=0, served_model_name="k", batching="static", max_num_seqs=2,
+        max_num_batched_tokens=3, max_model_len=4, num_blocks=5, block_size=6, dtype="bfloat16",
+        threads=7, log_level="error", shutdown_timeout=8.5,
+    )  # fmt: skip
+    words = options.command_line()
+    usage = subprocess.run(
+        [*SERVE, "--help"], capture_output=True, text=True, env={"COLUMNS": "300"}
+    )
+    assert len(words) == 2 * 14
+    assert all(word in usage.stdout for word in words[::2])
