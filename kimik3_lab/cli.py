@@ -45,3 +45,7 @@ def main() -> None:
     except KeyboardInterrupt:
         typer.secho("k3lab: interrupted", err=True)
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Triton kernels for serving Kimi K3, usable without the rest of the lab.
+
+Needs PyTorch. Triton is imported when an operator runs for the first time, so importing this
+package works on a machine without it, and ``TRITON_INTERPRET=1`` may be set up to that moment as
+long as nothing else has imported Triton. Lessons 04 and 06 use the package.
+
+An operator is one public function. Beside its module ``<operator>.py`` (what it computes, checks,
+choice of configuration) stands ``<operator>_kernel.py`` (the Triton code and nothing else).
+"""
+
+from __future__ import annotations
+
+from k3_kernels.attn_res import attn_res
+
+__all__ = ["attn_res"]

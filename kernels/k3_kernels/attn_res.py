@@ -1,0 +1,265 @@
+"""AttnRes: the sum over depth that K3 uses instead of a plain residual stream, in one kernel.
+
+Needs PyTorch; Triton when it runs. Lessons 01 and 04 use it.
+
+A K3 sublayer does not read the sum of all earlier sublayers. It reads a softmax-weighted mix of up
+to eight stored *blocks* (the embedding, then one sum of 24 sublayers each) and the running *prefix*
+(the sublayers since the last block). For one token, with prefix ``p``, sublayer output ``d``,
+blocks ``b_1 .. b_n``, pseudo-query ``q``, key-norm weight ``g`` and output-norm weight ``w``::
+
+    p'      = p + d                                     rounded to the storage type
+    s_i     = b_1, .., b_n, p'
+    logit_i = sum(g * q * s_i) / sqrt(mean(s_i^2) + key_eps)
+    a       = softmax(logit)                            no temperature
+    mix     = sum_i a_i s_i                             sources as they are, not normalised
+    out     = w * mix / sqrt(mean(mix^2) + norm_eps)    the RMSNorm of the sublayer that follows
+
+All arithmetic is float32. The mix enters the last norm unrounded, as in vLLM's kernel; the Hugging
+Face model rounds it to bfloat16 first, so the two differ by about one unit in the last place.
+
+How the kernel spends its time
+------------------------------
+Per token it must read ``n + 2`` rows and write two: 172 kB at n = 8, H = 7168 in bfloat16. The
+floor at T tokens is therefore T x 172 kB over the bandwidth, 0.04 us for one token and 328 us for
+8192 on an H200 at 4.3 TB/s, and the two ends need different things.
+
+*Every source is read once.* The mix needs all logits first, so the choice is between reading the
+sources twice (the second time from cache) and keeping what was read. Nine rows of 7168 are 129 kB:
+they would fit the 256 kB of registers of a multiprocessor only as bfloat16, with nothing else
+running there. Online softmax needs neither: each source is folded into one running sum and dropped.
+
+*Arithmetic is not free.* A token has 64 512 source elements and each costs a handful of
+instructions. Counted in the machine code (sm_90, n = 8), four warps need 4 700 clocks a token if
+every scheduler issues in every clock; a multiprocessor's share of 4.3 TB/s delivers a token in
+9 200 clocks at 1.75 GHz. Hence rows in pieces of 1024, seven of them, where a single tile would be
+masked up to 8192; sums taken lane by lane before they are reduced across lanes; and few warps,
+because every warp repeats the reductions. On one tile of 8192 with eight warps it is 6 800.
+
+*Few tokens (no more than one per multiprocessor): latency.* Copies into shared memory start for all
+blocks at once (``stages``) and the prefix is asked for together with them, so waiting for memory is
+paid once instead of nine times. What remains is mostly arithmetic, 6 000 clocks on eight warps:
+one token keeps one multiprocessor busy while 131 idle. Splitting a token over several of them would
+need a second launch, because the mix waits for the logits of whole rows.
+
+*Many tokens: bandwidth.* A program waits at its start and end whatever it does, so at least two
+share a multiprocessor (at most 255 registers a thread with 4 warps, and 114 kB of shared memory
+each), each with four rows in flight. At 4.3 TB/s a multiprocessor needs about 33 bytes a
+nanosecond, so a latency of 1 us asks for 33 kB in flight; this gives up to 115 kB.
+
+The constants come from these counts and from the compiler's register report, not from an autotuner:
+there is nothing to time on a machine without a GPU. ``python -m benchmarks attn_res --sweep`` times
+the alternatives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
+
+__all__ = ["MAX_HIDDEN_SIZE", "AttnResConfig", "attn_res", "choose_config"]
+
+#: Beyond this a row no longer fits the registers of one program.
+MAX_HIDDEN_SIZE = 16384
+
+#: Up to this many tokens each has a multiprocessor to itself (an H200 has 132, a B300 148).
+_LATENCY_TOKENS = 132
+
+#: Shared memory that one program may use on sm_90 and later, less room for the reductions.
+_SHARED_BYTES = 232_448 - 4_096
+
+
+@dataclass(frozen=True)
+class AttnResConfig:
+    """Compile-time constants of one launch; fields are described in :mod:`k3_kernels.attn_res`."""
+
+    block_h: int
+    num_warps: int
+    stages: int
+    preload: bool
+
+    def constants(
+        self, n_blocks: int, hidden_size: int, has_delta: bool, store_prefix: bool
+    ) -> dict[str, int | bool]:
+        """Return the kernel's compile-time arguments, all but the compute type."""
+        return {
+            "N_BLOCKS": n_blocks,
+            "HIDDEN": hidden_size,
+            "HAS_DELTA": has_delta,
+            "STORE_PREFIX": store_prefix,
+            "BLOCK_H": self.block_h,
+            "STAGES": self.stages,
+            "PRELOAD": self.preload,
+        }
+
+
+def choose_config(
+    num_tokens: int, n_blocks: int, hidden_size: int, itemsize: int = 2
+) -> AttnResConfig:
+    """Choose the constants for a shape.
+
+    Parameters
+    ----------
+    num_tokens, n_blocks, hidden_size
+        T, n and H.
+    itemsize
+        Bytes of one element of the blocks.
+
+    Examples
+    --------
+    >>> choose_config(1, 8, 7168)
+    AttnResConfig(block_h=1024, num_warps=8, stages=9, preload=True)
+    >>> choose_config(8192, 8, 7168)
+    AttnResConfig(block_h=1024, num_warps=4, stages=5, preload=False)
+    """
+    latency = num_tokens <= _LATENCY_TOKENS
+    block_h = min(1024, max(16, _power_of_two(hidden_size)))
+    # Elements of a row that one lane holds, several times: a lone program can afford more lanes.
+    lane_elements = 32 if latency else 64
+    num_warps = min(16, _power_of_two(-(-hidden_size // (32 * lane_elements))))
+    row_bytes = -(-hidden_size // block_h) * block_h * itemsize
+    budget = _SHARED_BYTES if latency else _SHARED_BYTES // 2
+    in_flight = min(n_blocks, 8 if latency else 4, budget // row_bytes)
+    # A preloaded prefix, delta and norm weight want registers that longer rows do not leave.
+    preload = latency and hidden_size <= 8192
+    return AttnResConfig(block_h, num_warps, in_flight + 1, preload)
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not less than a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
+def attn_res(
+    blocks: torch.Tensor | None,
+    prefix: torch.Tensor,
+    delta: torch.Tensor | None,
+    query: torch.Tensor,
+    key_norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor,
+    *,
+    key_eps: float = 1e-5,
+    norm_eps: float = 1e-5,
+    out: torch.Tensor | None = None,
+    prefix_out: torch.Tensor | None = None,
+    config: AttnResConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add a sublayer's output to the prefix, mix the sources over depth and normalise the mix.
+
+    Rows must be contiguous (stride 1 in the last dimension); every other stride is free.
+
+    Parameters
+    ----------
+    blocks
+        Stored blocks ``[n, T, H]``, float32, float16 or bfloat16; None or n = 0 when there are none
+        yet. An engine keeps one bank ``[n_max, max_tokens, H]`` per step and passes
+        ``bank[:n, :T]``: storing a block is then one contiguous write, and handing the bank to the
+        next pipeline stage one contiguous read. A token-major bank ``[T, n_max, H]`` works as
+        ``bank[:, :n].transpose(0, 1)``.
+    prefix
+        Running prefix ``[T, H]``, same dtype.
+    delta
+        Output of the last sublayer ``[T, H]``, same dtype; None if there is nothing to add, as
+        after the attention of a layer that stored a block: its output *is* the new prefix.
+    query
+        Learned pseudo-query ``[H]`` or ``[1, H]`` (checkpoint ``*_res_proj.weight``). It and the
+        other two weights may have any of the three float types.
+    key_norm_weight
+        Weight of the key norm ``[H]`` (checkpoint ``*_res_norm.weight``).
+    norm_weight
+        Weight ``[H]`` of the RMSNorm that follows.
+    key_eps, norm_eps
+        Added to the mean square in the key norm and in the following norm.
+    out, prefix_out
+        Buffers ``[T, H]`` for the results, allocated if None. ``prefix_out`` may be ``prefix``
+        itself, or the bank's next free row ``bank[n, :T]``, which stores a block at no cost.
+        Apart from that, outputs must not overlap inputs.
+    config
+        Constants of the launch; None asks :func:`choose_config`. For benchmarks.
+
+    Returns
+    -------
+    out, new_prefix
+        Both ``[T, H]`` in the dtype of ``prefix``. Without ``delta`` and ``prefix_out`` the new
+        prefix is ``prefix`` itself, not a copy.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; the message names it. The interpreter refuses bfloat16.
+    ImportError
+        If Triton is missing.
+    RuntimeError
+        If the tensors are on the CPU and ``TRITON_INTERPRET=1`` was not set in time.
+
+    Examples
+    --------
+    With no stored block the mix is the prefix, so the result is its RMSNorm. This runs on a GPU, or
+    anywhere under ``TRITON_INTERPRET=1``:
+
+    >>> device = "cuda" if torch.cuda.is_available() else "cpu"
+    >>> ones = torch.ones(4, device=device)
+    >>> prefix, delta = torch.ones(2, 4, device=device), 2 * torch.ones(2, 4, device=device)
+    >>> out, prefix = attn_res(None, prefix, delta, ones, ones, ones, norm_eps=0.0)
+    >>> out[0].tolist(), prefix[0].tolist()
+    ([1.0, 1.0, 1.0, 1.0], [3.0, 3.0, 3.0, 3.0])
+    """
+    if not isinstance(prefix, torch.Tensor) or prefix.ndim != 2:
+        got = list(prefix.shape) if isinstance(prefix, torch.Tensor) else type(prefix).__name__
+        raise ValueError(f"k3_kernels.attn_res: prefix must be a tensor [T, H], got {got}")
+    num_tokens, hidden_size = prefix.shape
+    if not 1 <= hidden_size <= MAX_HIDDEN_SIZE:
+        raise ValueError(
+            f"k3_kernels.attn_res: hidden size {hidden_size} is outside 1..{MAX_HIDDEN_SIZE}"
+        )
+    if blocks is not None and (not isinstance(blocks, torch.Tensor) or blocks.ndim != 3):
+        got = list(blocks.shape) if isinstance(blocks, torch.Tensor) else type(blocks).__name__
+        raise ValueError(
+            "k3_kernels.attn_res: blocks must be a tensor [n, T, H] (block, token, hidden), "
+            f"got {got}"
+        )
+    n_blocks = 0 if blocks is None else blocks.shape[0]
+    if isinstance(query, torch.Tensor) and query.ndim == 2 and query.shape[0] == 1:
+        query = query[0]  # the checkpoint keeps it as a [1, H] projection
+
+    check = partial(check_tensor, "attn_res", like=prefix)
+    row, rows = (hidden_size,), (num_tokens, hidden_size)
+    check("prefix", prefix, rows)
+    if blocks is not None:
+        check("blocks", blocks, (n_blocks, *rows))
+    if delta is not None:
+        check("delta", delta, rows)
+    check("query", query, row, same_dtype=False)
+    check("key_norm_weight", key_norm_weight, row, same_dtype=False)
+    check("norm_weight", norm_weight, row, same_dtype=False)
+    if out is None:
+        out = torch.empty(rows, dtype=prefix.dtype, device=prefix.device)
+    check("out", out, rows, output=True)
+    store_prefix = delta is not None or prefix_out is not None
+    if prefix_out is None:
+        prefix_out = torch.empty_like(out) if store_prefix else prefix
+    else:
+        check("prefix_out", prefix_out, rows, output=True)
+    if num_tokens == 0:
+        return out, prefix_out
+
+    kernels = load_kernels("attn_res")
+    kernel = kernels.attn_res_kernel
+    check_runs_here("attn_res", kernel, prefix, query, key_norm_weight, norm_weight)
+    if config is None:
+        config = choose_config(num_tokens, n_blocks, hidden_size, prefix.element_size())
+    # A kernel argument must be a tensor: what the constants switch off is given the prefix instead.
+    bank = prefix[None] if blocks is None or n_blocks == 0 else blocks
+    addend = prefix if delta is None else delta
+    with on_device(prefix):
+        kernel[(num_tokens,)](
+            out, prefix_out, bank, prefix, addend, query, key_norm_weight, norm_weight,
+            out.stride(0), prefix_out.stride(0), bank.stride(0), bank.stride(1), prefix.stride(0),
+            addend.stride(0), key_eps, norm_eps,
+            **config.constants(n_blocks, hidden_size, delta is not None, store_prefix),
+            COMPUTE=kernels.tl.float32, num_warps=config.num_warps,
+        )  # fmt: skip
+    return out, prefix_out

@@ -1,0 +1,21 @@
+"""Kernel tests: on a CUDA device compiled, everywhere else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # Before anything imports Triton: see k3_kernels._compat.
+    os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where the kernels run."""
+    return "cuda" if HAS_GPU else "cpu"

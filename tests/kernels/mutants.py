@@ -1,0 +1,42 @@
+"""Build wrong kernels out of a right one, to prove that the tests notice.
+
+A mutant is the kernel's own source with one piece of text exchanged, so it follows the kernel: when
+the text is gone or ambiguous, building the mutant fails instead of testing nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["Mutant", "build"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One deliberate mistake: ``old`` occurs exactly once in the source and becomes ``new``."""
+
+    name: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def build(module: ModuleType, mutant: Mutant, folder: Path) -> ModuleType:
+    """Write the changed source into ``folder`` and import it: Triton reads code from files."""
+    source = inspect.getsource(module)
+    count = source.count(mutant.old)
+    if count != 1:
+        raise ValueError(f"mutant {mutant}: {mutant.old!r} occurs {count} times, expected once")
+    path = folder / f"mutant_{mutant.name.replace('-', '_')}.py"
+    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    mutated = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutated)
+    return mutated
