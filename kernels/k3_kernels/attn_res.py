@@ -35,20 +35,20 @@ every scheduler issues in every clock; a multiprocessor's share of 4.3 TB/s deli
 masked up to 8192; sums taken lane by lane before they are reduced across lanes; and few warps,
 because every warp repeats the reductions. On one tile of 8192 with eight warps it is 6 800.
 
-*Few tokens (no more than one per multiprocessor): latency.* Copies into shared memory start for all
-blocks at once (``stages``) and the prefix is asked for together with them, so waiting for memory is
-paid once instead of nine times. What remains is mostly arithmetic, 6 000 clocks on eight warps:
-one token keeps one multiprocessor busy while 131 idle. Splitting a token over several of them would
-need a second launch, because the mix waits for the logits of whole rows.
+*Few tokens (no more than one per multiprocessor): latency.* Copies into shared memory run ahead of
+the arithmetic (``stages``) and the prefix is asked for together with them. What remains is mostly
+arithmetic, 6 000 clocks on eight warps: one token keeps one multiprocessor busy while 131 idle.
+Splitting a token over several of them would need a second launch, because the mix waits for the
+logits of whole rows. Asking for all eight blocks at once was expected to be best and is not: an
+H200 took 10.2 us for it and 8.1 us with two rows in flight.
 
 *Many tokens: bandwidth.* A program waits at its start and end whatever it does, so at least two
 share a multiprocessor (at most 255 registers a thread with 4 warps, and 114 kB of shared memory
-each), each with four rows in flight. At 4.3 TB/s a multiprocessor needs about 33 bytes a
-nanosecond, so a latency of 1 us asks for 33 kB in flight; this gives up to 115 kB.
+each), each with two rows in flight. At 4.3 TB/s a multiprocessor needs about 33 bytes a
+nanosecond, so a latency of 1 us asks for 33 kB in flight; this gives 57 kB. More was no faster.
 
-The constants come from these counts and from the compiler's register report, not from an autotuner:
-there is nothing to time on a machine without a GPU. ``python -m benchmarks attn_res --sweep`` times
-the alternatives.
+The constants come from these counts, from the compiler's register report and from one sweep on an
+H200: ``python -m benchmarks attn_res --sweep``.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ def choose_config(
     Examples
     --------
     >>> choose_config(1, 8, 7168)
-    AttnResConfig(block_h=1024, num_warps=8, stages=9, preload=True)
+    AttnResConfig(block_h=1024, num_warps=8, stages=3, preload=True)
     >>> choose_config(8192, 8, 7168)
-    AttnResConfig(block_h=1024, num_warps=4, stages=5, preload=False)
+    AttnResConfig(block_h=1024, num_warps=4, stages=3, preload=False)
     """
     latency = num_tokens <= _LATENCY_TOKENS
     block_h = min(1024, max(16, _power_of_two(hidden_size)))
@@ -122,7 +122,9 @@ def choose_config(
     num_warps = min(16, _power_of_two(-(-hidden_size // (32 * lane_elements))))
     row_bytes = -(-hidden_size // block_h) * block_h * itemsize
     budget = _SHARED_BYTES if latency else _SHARED_BYTES // 2
-    in_flight = min(n_blocks, 8 if latency else 4, budget // row_bytes)
+    # Two rows in flight hide the memory's latency. On an H200 a deeper pipeline lost 20 % at
+    # T <= 64 (8.4 against 10.2 us at T = 1) and gained nothing at T = 8192 (356 us either way).
+    in_flight = min(n_blocks, 2, budget // row_bytes)
     # A preloaded prefix, delta and norm weight want registers that longer rows do not leave.
     preload = latency and hidden_size <= 8192
     return AttnResConfig(block_h, num_warps, in_flight + 1, preload)

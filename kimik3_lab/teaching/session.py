@@ -146,6 +146,7 @@ def start(lesson: str, *, seed: int = _SEED) -> Session:
     if device == "cpu" and has_triton:
         _use_interpreter()
     globals()["seed"](seed)
+    _use_one_thread()
     if importlib.util.find_spec("plotly") is not None:
         from kimik3_lab.teaching.plots import use_style
 
@@ -203,6 +204,19 @@ def _use_interpreter() -> None:
             f"Restart the notebook's kernel and run the Setup cell first."
         )
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _use_one_thread() -> None:
+    """Give PyTorch one CPU thread, unless the reader chose with ``OMP_NUM_THREADS``.
+
+    A lesson's matrices are too small to share. Threads that wait for each other while a server or
+    another notebook wants the processor make a step a hundred times slower.
+    """
+    if "OMP_NUM_THREADS" in os.environ or importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def _banner(session: Session) -> str:

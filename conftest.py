@@ -1,0 +1,32 @@
+"""Settings that every test run needs before the lab is imported."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the reader's own files out of the tests, and choose how kernels run."""
+    home = tempfile.TemporaryDirectory(prefix="k3lab-test-", ignore_cleanup_errors=True)
+    config.add_cleanup(home.cleanup)
+    os.environ["K3LAB_HOME"] = home.name
+    if getattr(config.option, "nbval", False) or getattr(config.option, "nbval_lax", False):
+        return  # a notebook sets up its own process, as it does for a reader
+    # Triton reads this when a kernel is defined, so it cannot wait for a fixture.
+    if not _use_gpu():
+        os.environ["TRITON_INTERPRET"] = "1"
+    # Tests run in parallel processes: more threads in each would only get in each other's way.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _use_gpu() -> bool:
+    wanted = os.environ.get("K3LAB_DEVICE")
+    if wanted or not shutil.which("nvidia-smi"):
+        return wanted == "cuda"
+    import torch
+
+    return torch.cuda.is_available()
