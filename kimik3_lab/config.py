@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from kimik3_lab.config_checks import ConfigError, check_config, typed_fields
 
 __all__ = ["ConfigError", "K3Config", "LinearAttentionConfig"]
 
 _RELEASED = "moonshotai/Kimi-K3 config.json, text_config"
 _QUANT = "moonshotai/Kimi-K3 config.json, quantization_config"
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot describe a Kimi K3; the message says what to change."""
 
 
 def _src(default: Any, note: str = "", *, source: str = _RELEASED) -> Any:
@@ -133,7 +130,7 @@ class K3Config:
     )
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_config(self)
 
     # -- members of the family ---------------------------------------------------------------
 
@@ -290,9 +287,9 @@ class K3Config:
                 "linear_attn_config is missing: a Kimi K3 config.json has an object of that name "
                 "with num_heads, head_dim and the 1-based layer lists"
             )
-        values = _typed(cls, body, skip={"linear_attn_config"})
+        values = typed_fields(cls, body, skip={"linear_attn_config"})
         kda = LinearAttentionConfig(
-            **_typed(LinearAttentionConfig, linear, where="linear_attn_config.")
+            **typed_fields(LinearAttentionConfig, linear, where="linear_attn_config.")
         )
         return cls(linear_attn_config=kda, **values)
 
@@ -327,93 +324,3 @@ class K3Config:
             return cls.from_dict(body)
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from error
-
-
-#: Fields that a config.json may leave out: not in the release, or with an obvious default.
-_OPTIONAL = {"mla_norm_eps", "expert_dtype", "initializer_range", "dtype", "gate_lower_bound"}
-
-
-def _typed(
-    cls: type[K3Config] | type[LinearAttentionConfig],
-    body: dict[str, Any],
-    *,
-    where: str = "",
-    skip: Collection[str] = (),
-) -> dict[str, Any]:
-    """Pick the fields of ``cls`` out of ``body``, checking presence and type of each."""
-    values: dict[str, Any] = {}
-    for f in dataclasses.fields(cls):
-        if f.name in skip:
-            continue
-        if f.name not in body:
-            if f.name not in _OPTIONAL:
-                raise ConfigError(f"{where}{f.name} is missing (released value: {f.default!r})")
-            # An absent bound means the older softplus gate; elsewhere the default is meant.
-            if f.name == "gate_lower_bound":
-                values[f.name] = None
-            continue
-        value, want = body[f.name], type(f.default)
-        if isinstance(f.default, tuple):
-            if not isinstance(value, list | tuple) or not all(type(v) is int for v in value):
-                raise ConfigError(f"{where}{f.name} must be a list of integers, got {value!r}")
-            value = tuple(value)
-        elif f.name == "gate_lower_bound" and value is None:
-            pass
-        elif want is float and type(value) is int:
-            value = float(value)
-        elif type(value) is not want:
-            raise ConfigError(f"{where}{f.name} must be of type {want.__name__}, got {value!r}")
-        values[f.name] = value
-    return values
-
-
-_MAY_BE_ZERO = {"bos_token_id", "eos_token_id", "pad_token_id", "first_k_dense_replace",
-                "num_nextn_predict_layers"}  # fmt: skip
-
-
-def _check(config: K3Config) -> None:
-    """Refuse a configuration whose parts do not fit, naming the field to change."""
-    linear = config.linear_attn_config
-    for prefix, obj in (("", config), ("linear_attn_config.", linear)):
-        for f in dataclasses.fields(obj):
-            value = getattr(obj, f.name)
-            if type(value) is int and value < (f.name not in _MAY_BE_ZERO):
-                least = 0 if f.name in _MAY_BE_ZERO else 1
-                raise ConfigError(f"{prefix}{f.name} must be at least {least}, got {value}")
-    layers = sorted((*linear.kda_layers, *linear.full_attn_layers))
-    if layers != list(range(1, config.num_hidden_layers + 1)):
-        raise ConfigError(
-            "kda_layers and full_attn_layers together must name each layer from 1 to "
-            f"num_hidden_layers={config.num_hidden_layers} once (they are 1-based); got {layers}"
-        )
-    if config.num_experts_per_token > config.num_experts:
-        raise ConfigError(
-            f"num_experts_per_token={config.num_experts_per_token} is more than "
-            f"num_experts={config.num_experts}"
-        )
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if getattr(config, name) >= config.vocab_size:
-            raise ConfigError(
-                f"{name}={getattr(config, name)} lies outside vocab_size={config.vocab_size}"
-            )
-    bound = linear.gate_lower_bound
-    if bound is not None and not -5.0 <= bound < 0.0:
-        raise ConfigError(f"gate_lower_bound must lie in [-5, 0) or be null, got {bound}")
-    for name, allowed in (
-        ("expert_dtype", ("mxfp4", "bf16")),
-        ("hidden_act", ("situ",)),
-        ("moe_router_activation_func", ("sigmoid",)),
-        ("num_expert_group", (1,)),
-        ("topk_group", (1,)),
-        ("mla_use_nope", (True,)),
-        ("mla_use_output_gate", (True,)),
-        ("latent_moe_use_norm", (True,)),
-        ("tie_word_embeddings", (False,)),
-    ):
-        if getattr(config, name) not in allowed:
-            raise ConfigError(
-                f"{name}={getattr(config, name)!r} is not part of Kimi K3; "
-                f"expected {' or '.join(map(repr, allowed))}"
-            )
-    if not linear.use_full_rank_gate:
-        raise ConfigError("linear_attn_config.use_full_rank_gate=False is Kimi Linear, not K3")

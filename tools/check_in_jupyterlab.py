@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
+
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM_FLAGS = [
     "--no-sandbox",
@@ -57,14 +59,22 @@ def start_lab(home: Path) -> tuple[subprocess.Popen[bytes], str]:
             [str(Path(sys.executable).parent / "k3lab"), "lab", "--no-browser"],
             cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    for _ in range(120):
-        if match := re.search(r"http://127\.0\.0\.1:\d+/lab\S*token=\w+", log.read_text()):
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and process.poll() is None:
+        # The address is printed just before the server listens there.
+        match = re.search(r"http://127\.0\.0\.1:\d+/lab\S*token=\w+", log.read_text())
+        if match and _answers(match.group(0)):
             return process, match.group(0)
-        if process.poll() is not None:
-            break
         time.sleep(0.5)
     process.kill()
-    raise SystemExit(f"JupyterLab printed no URL:\n{log.read_text()[-2000:]}")
+    raise SystemExit(f"JupyterLab did not come up:\n{log.read_text()[-2000:]}")
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, follow_redirects=True, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def declared_plots(notebook: Path) -> int:
@@ -104,8 +114,8 @@ def main() -> int:
                 )
                 page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
                 page.wait_for_timeout(3_000)
-                page.click("text=Run")
-                page.click("text=Run All Cells")
+                page.click('.lm-MenuBar-itemLabel:text-is("Run")')
+                page.click('.lm-Menu-itemLabel:text-is("Run All Cells")')
                 deadline = time.monotonic() + options.timeout
                 page.wait_for_timeout(2_000)
                 state = page.evaluate(STATE)

@@ -119,6 +119,9 @@ def server_command(folder: Path, port: int, *, browser: bool) -> list[str]:
         f"--LabApp.default_url=/lab/tree/{_FIRST}",
         f"--ServerApp.open_browser={browser}",
         f"--LabApp.open_browser={browser}",
+        # The lab fetches nothing at run time: no news, no look for updates.
+        "--LabApp.news_url=None",
+        "--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate",
         "--Application.log_level=WARN",
     ]
     if hasattr(os, "geteuid") and os.geteuid() == 0:

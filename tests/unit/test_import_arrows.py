@@ -30,6 +30,7 @@ class Layer:
 
 BASE = (
     "kimik3_lab.config",
+    "kimik3_lab.config_checks",
     "kimik3_lab.drafter_config",
     "kimik3_lab.tensors",
     "kimik3_lab.paths",
@@ -66,7 +67,7 @@ LAYERS = (
         "benchmark",
         ("kimik3_lab.benchmark",),
         ("kimik3_lab.paths", "kimik3_lab.provenance", "kimik3_lab.__init__"),
-        frozenset({"numpy", "scipy", "aiohttp", "httpx", "tokenizers", "tqdm", "rich"}),
+        frozenset({"numpy", "scipy", "aiohttp", "tokenizers", "tqdm", "rich"}),
     ),
     Layer(
         "teaching",
@@ -74,6 +75,13 @@ LAYERS = (
         (*BASE, "kimik3_lab.__init__", "kimik3_lab.reference", "kimik3_lab.serving",
          "kimik3_lab.performance", "kimik3_lab.benchmark", "k3_kernels"),
         None,
+    ),
+    # Runs inside vLLM's own environment, next to the reference and without the engine.
+    Layer(
+        "vllm_cpu",
+        ("kimik3_lab.vllm_cpu",),
+        (*BASE, "kimik3_lab.reference"),
+        frozenset({"torch", "vllm"}),
     ),
     Layer("commands", ("kimik3_lab.commands", "kimik3_lab.cli"), ("kimik3_lab",), None),
 )  # fmt: skip
