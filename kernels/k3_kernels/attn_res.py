@@ -40,7 +40,7 @@ the arithmetic (``stages``) and the prefix is asked for together with them. What
 arithmetic, 6 000 clocks on eight warps: one token keeps one multiprocessor busy while 131 idle.
 Splitting a token over several of them would need a second launch, because the mix waits for the
 logits of whole rows. Asking for all eight blocks at once was expected to be best and is not: an
-H200 took 10.2 us for it and 8.1 us with two rows in flight.
+H200 took 10.1 us for it and 8.4 us with two rows in flight.
 
 *Many tokens: bandwidth.* A program waits at its start and end whatever it does, so at least two
 share a multiprocessor (at most 255 registers a thread with 4 warps, and 114 kB of shared memory
@@ -123,7 +123,7 @@ def choose_config(
     row_bytes = -(-hidden_size // block_h) * block_h * itemsize
     budget = _SHARED_BYTES if latency else _SHARED_BYTES // 2
     # Two rows in flight hide the memory's latency. On an H200 a deeper pipeline lost 20 % at
-    # T <= 64 (8.4 against 10.2 us at T = 1) and gained nothing at T = 8192 (356 us either way).
+    # T <= 64 (8.4 against 10.1 us at T = 1) and gained nothing at T = 8192 (356 us either way).
     in_flight = min(n_blocks, 2, budget // row_bytes)
     # A preloaded prefix, delta and norm weight want registers that longer rows do not leave.
     preload = latency and hidden_size <= 8192
