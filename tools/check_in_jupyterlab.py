@@ -98,6 +98,8 @@ def main() -> int:
 
     from playwright.sync_api import sync_playwright
 
+    notebook = ROOT / "notebooks" / options.notebook
+    committed = notebook.read_bytes()
     with tempfile.TemporaryDirectory() as home:
         lab, url = start_lab(Path(home))
         try:
@@ -136,9 +138,10 @@ def main() -> int:
         finally:
             os.killpg(lab.pid, signal.SIGTERM)
             lab.wait(timeout=30)
+            notebook.write_bytes(committed)  # JupyterLab saves by itself every two minutes
     print(json.dumps({**state, "plots_drawn": drawn, "console_errors": console}, indent=2))
     complete = state["done"] >= state["cells"]
-    want = declared_plots(ROOT / "notebooks" / options.notebook) > 0
+    want = declared_plots(notebook) > 0
     return 0 if complete and not state["errors"] and not console and (drawn or not want) else 1
 
 

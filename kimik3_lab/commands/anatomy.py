@@ -1,4 +1,4 @@
-"""``k3lab anatomy``: parameters, bytes and sequence memory of a Kimi K3, part by part.
+"""``k3lab anatomy``: what a Kimi K3 consists of, part by part, and what it costs to run.
 
 Needs typer and rich. Lesson 01 derives what it prints.
 """
@@ -15,6 +15,7 @@ from kimik3_lab.commands._errors import CommandError
 
 if TYPE_CHECKING:
     from kimik3_lab.performance.accounting import AnatomyReport
+    from kimik3_lab.performance.placement import RankWeights
 
 __all__ = ["anatomy"]
 
@@ -41,7 +42,7 @@ def anatomy(
         typer.Option("--config", help="A member of the family; released if nothing is given."),
     ] = None,
 ) -> None:
-    """Count parameters, bytes and sequence memory of a Kimi K3, part by part."""
+    """Count parameters, bytes, arithmetic and memory of a Kimi K3, part by part."""
     from kimik3_lab.config import ConfigError, K3Config
     from kimik3_lab.performance.accounting import anatomy as account
 
@@ -99,4 +100,20 @@ def _print_table(name: str, report: AnatomyReport) -> None:
         console.print(
             f"It needs less than MLA in every layer from {memory.all_mla_break_even:,} tokens on."
         )
+    flops = report.flops_per_token
+    console.print(
+        f"A token takes {flops.fixed:,} operations, {flops.matmul_total:,} of them in matrices, "
+        f"and {flops.mla_per_cached_token:,} for each token in the cache."
+    )
+    weights = ", ".join(f"{w.layout.name} {w.total:,}" for w in _common(report))
+    console.print(f"Bytes of weights on one GPU: {weights}.")
     console.print(f"Active: {ACTIVE_RULE}.", style="dim")
+
+
+def _common(report: AnatomyReport) -> list[RankWeights]:
+    """Layouts of the two largest sizes up to two nodes, without copies of the trunk."""
+    from kimik3_lab.performance.placement import possible_layouts, rank_weights
+
+    layouts = [x for x in possible_layouts(report.config, 16) if x.data_parallel == 1]
+    sizes = sorted({layout.gpus for layout in layouts})[-2:]
+    return [rank_weights(report.config, x) for x in layouts if x.gpus in sizes]

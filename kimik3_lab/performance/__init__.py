@@ -1,4 +1,4 @@
-"""What Kimi K3 costs: parameters, bytes, and what others measured of serving it.
+"""What Kimi K3 costs: parameters, bytes, arithmetic, and what others measured of serving it.
 
 Needs the standard library; :mod:`kimik3_lab.performance.published` also needs scipy, and only when
 an interval is asked for. Lessons 01 and 12 use it.

@@ -1,7 +1,8 @@
-"""Where a Kimi K3's parameters, bytes and sequence memory are, counted tensor by tensor.
+"""Where a Kimi K3's parameters and bytes are, counted tensor by tensor, in one report.
 
 Needs the standard library only. Lesson 01 derives these numbers by hand and then checks itself
-against this module; ``k3lab anatomy`` prints them.
+against this module; ``k3lab anatomy`` prints them. The report also carries what its neighbours
+work out: the arithmetic of a token, the memory of a sequence, the weights of a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kimik3_lab.config import K3Config
-from kimik3_lab.tensors import TensorSpec, checkpoint_tensors
+from kimik3_lab.performance.census import census
+from kimik3_lab.performance.flops import TokenFlops, flops_per_token
+from kimik3_lab.performance.placement import possible_layouts, rank_weights
+from kimik3_lab.performance.sequence_memory import SequenceMemory, sequence_memory
 
 __all__ = [
     "ACTIVE_RULE",
@@ -87,77 +91,11 @@ VISION = ComponentRow(
 
 
 @dataclass(frozen=True)
-class SequenceMemory:
-    """What one sequence keeps between steps, in bytes, all layers together, not sharded.
-
-    The KDA layers keep a state whose size does not depend on the context: a recurrent matrix a head
-    and the last few inputs of the short convolution. The MLA layers keep a row a token.
-
-    Examples
-    --------
-    >>> memory = sequence_memory(K3Config.released())
-    >>> memory.state_bytes, memory.mla_bytes_per_token
-    (449372160, 27648)
-    >>> memory.state_in_tokens, memory.all_mla_break_even
-    (16254, 5654)
-    """
-
-    kda_recurrent_bytes: int
-    kda_conv_bytes: int
-    mla_bytes_per_token: int
-    #: The same rows if every layer were MLA: the model that K3 is compared with.
-    all_mla_bytes_per_token: int
-
-    @property
-    def state_bytes(self) -> int:
-        """Size of the KDA state, at any context length."""
-        return self.kda_recurrent_bytes + self.kda_conv_bytes
-
-    @property
-    def state_in_tokens(self) -> int | None:
-        """First context at which the model's own MLA rows weigh as much as its KDA state."""
-        return _first_context(self.state_bytes, self.mla_bytes_per_token)
-
-    @property
-    def all_mla_break_even(self) -> int | None:
-        """First context at which the hybrid needs no more than a model of MLA layers only."""
-        saved = self.all_mla_bytes_per_token - self.mla_bytes_per_token
-        return _first_context(self.state_bytes, saved)
-
-    def bytes_at(self, tokens: int) -> int:
-        """Memory of a sequence of ``tokens`` tokens.
-
-        Raises
-        ------
-        ValueError
-            If ``tokens`` is negative.
-        """
-        return self.state_bytes + self._checked(tokens) * self.mla_bytes_per_token
-
-    def all_mla_bytes_at(self, tokens: int) -> int:
-        """Memory of the same sequence if every layer were MLA."""
-        return self._checked(tokens) * self.all_mla_bytes_per_token
-
-    @staticmethod
-    def _checked(tokens: int) -> int:
-        if tokens < 0:
-            raise ValueError(f"a context has 0 or more tokens, got {tokens}")
-        return tokens
-
-
-def _first_context(state: int, per_token: int) -> int | None:
-    """First token count whose rows reach ``state`` bytes; None if a token adds no byte."""
-    if state == 0:
-        return 0
-    return -(-state // per_token) if per_token else None
-
-
-@dataclass(frozen=True)
 class AnatomyReport:
-    """The parts of a Kimi K3, their totals, and what a sequence costs."""
+    """The parts of a Kimi K3, their totals, and what a token and a sequence cost."""
 
+    config: K3Config
     components: tuple[ComponentRow, ...]
-    sequence_memory: SequenceMemory
 
     @property
     def total_parameters(self) -> int:
@@ -178,6 +116,16 @@ class AnatomyReport:
     def active_parameters_per_token(self) -> int:
         """Weights that one text token uses: see :data:`ACTIVE_RULE`."""
         return sum(row.active_parameters for row in self.components)
+
+    @property
+    def flops_per_token(self) -> TokenFlops:
+        """Arithmetic of one token."""
+        return flops_per_token(self.config)
+
+    @property
+    def sequence_memory(self) -> SequenceMemory:
+        """What one sequence keeps between steps."""
+        return sequence_memory(self.config)
 
     def row(self, component: str) -> ComponentRow:
         """Return one part by name.
@@ -209,6 +157,11 @@ class AnatomyReport:
                 "state_in_tokens": memory.state_in_tokens,
                 "all_mla_break_even": memory.all_mla_break_even,
             },
+            "flops_per_token": self.flops_per_token.to_dict(),
+            "placement": [
+                rank_weights(self.config, layout).to_dict()
+                for layout in possible_layouts(self.config)
+            ],
         }
 
 
@@ -227,19 +180,13 @@ def anatomy(config: K3Config) -> AnatomyReport:
     >>> report.row("routed_experts").tensors
     36
     """
-    # Half a million tensors share a few dozen shapes: count first, multiply afterwards.
-    kinds = Counter(
-        (spec.component, spec.shape, spec.dtype, spec.packing)
-        for spec in checkpoint_tensors(config)
-    )
     tensors: Counter[str] = Counter()
     parameters: Counter[str] = Counter()
     size: Counter[str] = Counter()
-    for (component, shape, dtype, packing), count in kinds.items():
-        spec = TensorSpec("", shape, dtype, component, packing=packing)
-        tensors[component] += count
-        parameters[component] += count * spec.parameters
-        size[component] += count * spec.bytes
+    for spec, count in census(config):
+        tensors[spec.component] += count
+        parameters[spec.component] += count * spec.parameters
+        size[spec.component] += count * spec.bytes
     rows = [
         ComponentRow(
             component=name,
@@ -255,7 +202,7 @@ def anatomy(config: K3Config) -> AnatomyReport:
     ]
     if config == K3Config.released():
         rows.append(VISION)
-    return AnatomyReport(tuple(rows), sequence_memory(config))
+    return AnatomyReport(config, tuple(rows))
 
 
 def _active(config: K3Config, component: str, parameters: int) -> int:
@@ -266,40 +213,6 @@ def _active(config: K3Config, component: str, parameters: int) -> int:
         # Experts are all of one size, so the division leaves no rest.
         return parameters // config.num_experts * config.num_experts_per_token
     return parameters
-
-
-def sequence_memory(
-    config: K3Config, *, recurrent_itemsize: int = 4, cache_itemsize: int = 2
-) -> SequenceMemory:
-    """Work out what one sequence keeps between steps.
-
-    Parameters
-    ----------
-    config
-        Any member of the family.
-    recurrent_itemsize
-        Bytes of an element of the recurrent state. vLLM keeps it in float32.
-    cache_itemsize
-        Bytes of an element of the convolution window and of the MLA rows: 2 for bfloat16.
-
-    Examples
-    --------
-    >>> sequence_memory(K3Config.released()).kda_recurrent_bytes
-    434110464
-    """
-    kda = config.linear_attn_config
-    layers = len(kda.kda_layers)
-    recurrent = layers * kda.num_heads * kda.head_dim * kda.head_dim * recurrent_itemsize
-    # q, k and v each keep the inputs that the next token's convolution still needs.
-    window = kda.short_conv_kernel_size - 1
-    conv = layers * 3 * kda.projection_size * window * cache_itemsize
-    row = config.mla_cache_dim * cache_itemsize
-    return SequenceMemory(
-        kda_recurrent_bytes=recurrent,
-        kda_conv_bytes=conv,
-        mla_bytes_per_token=len(config.mla_layer_ids) * row,
-        all_mla_bytes_per_token=config.num_hidden_layers * row,
-    )
 
 
 def short_count(value: float) -> str:

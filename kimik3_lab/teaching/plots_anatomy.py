@@ -1,18 +1,22 @@
-"""Figures of lesson 01: where the parameters are, and what a sequence keeps in memory.
+"""Figures of lesson 01: where the parameters are, what a sequence keeps, what a token costs.
 
 Needs plotly. Each function takes numbers that the accounting has worked out and returns a figure.
+The figures of the running model and of the decode step are in
+:mod:`kimik3_lab.teaching.plots_anatomy_run`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import log10
 
 import plotly.graph_objects as go
 
 from kimik3_lab.performance.accounting import AnatomyReport, SequenceMemory, short_count
+from kimik3_lab.performance.flops import TokenFlops
 from kimik3_lab.teaching.plots import COLORS, label
 
-__all__ = ["component_dots", "sequence_memory_lines"]
+__all__ = ["component_dots", "flops_lines", "sequence_memory_lines"]
 
 _TOTAL, _ACTIVE = 0, 3  # colours, as numbers of a series
 
@@ -88,29 +92,13 @@ def component_dots(report: AnatomyReport) -> go.Figure:
 
 def sequence_memory_lines(memory: SequenceMemory, max_tokens: int = 1_048_576) -> go.Figure:
     """Draw a sequence's memory against its length: the hybrid, an all-MLA twin, the KDA state."""
-    tokens = [1024 * 2**i for i in range(32) if 1024 * 2**i <= max_tokens]
+    tokens = _doublings(max_tokens)
     series = (
         ("KDA and MLA: K3", [memory.bytes_at(n) / 1e9 for n in tokens], 0, "solid"),
         ("MLA in every layer", [memory.all_mla_bytes_at(n) / 1e9 for n in tokens], 3, "dash"),
         ("KDA state alone", [memory.state_bytes / 1e9] * len(tokens), 2, "dot"),
     )
-    figure = go.Figure()
-    for name, values, color, dash in series:
-        figure.add_scatter(
-            x=tokens,
-            y=values,
-            mode="lines",
-            name=name,
-            line={"color": COLORS[color], "dash": dash, "width": 3},
-            hovertemplate="%{x:,} tokens: %{y:.3g} GB<extra>" + name + "</extra>",
-        )
-    figure.update_xaxes(
-        type="log",
-        title="context, tokens (logarithmic)",
-        range=[log10(tokens[0]), log10(tokens[-1]) + 0.05],
-        tickvals=[1024, 4096, 16384, 65536, 262144, 1048576],
-        ticktext=["1 Ki", "4 Ki", "16 Ki", "64 Ki", "256 Ki", "1 Mi"],
-    )
+    figure = _lines_over_context(tokens, series, "GB")
     figure.update_yaxes(
         type="log",
         title="memory of one sequence, GB",
@@ -124,14 +112,75 @@ def sequence_memory_lines(memory: SequenceMemory, max_tokens: int = 1_048_576) -
     figure.layout.annotations[-1].xshift = 28
     label(figure, tokens[-2], memory.state_bytes / 1e9, series[2][0], 2, side="below")
     if (cross := memory.all_mla_break_even) is not None and tokens[0] < cross < tokens[-1]:
-        figure.add_scatter(
-            x=[cross],
-            y=[memory.bytes_at(cross) / 1e9],
-            mode="markers+text",
-            text=[f"{cross:,} tokens"],
-            textposition="top left",
-            marker={"symbol": "circle", "size": 11, "color": "#000000"},
-            hoverinfo="skip",
-        )
+        _mark(figure, cross, memory.bytes_at(cross) / 1e9, "top left")
     figure.update_layout(title="A fixed price first, a gentler slope after", showlegend=False)
     return figure
+
+
+def flops_lines(flops: TokenFlops, max_tokens: int = 1_048_576) -> go.Figure:
+    """Draw the operations of a decoded token against the tokens in its cache."""
+    tokens = _doublings(max_tokens)
+    attention = [n * flops.mla_per_cached_token / 1e9 for n in tokens]
+    series = (
+        ("one token", [flops.decode(n) / 1e9 for n in tokens], 0, "solid"),
+        ("MLA attention over the cache", attention, 3, "dash"),
+        ("all else", [flops.fixed / 1e9] * len(tokens), 2, "dot"),
+    )
+    figure = _lines_over_context(tokens, series, "GFLOP")
+    figure.update_yaxes(
+        type="log",
+        title="operations of a decoded token, GFLOP",
+        range=[log10(3), log10(12_000)],
+        tickvals=[10, 100, 1000, 10_000],
+        ticktext=["10", "100", "1,000", "10,000"],
+    )
+    at = len(tokens) * 3 // 10
+    label(figure, tokens[at], attention[at], series[1][0], 3, side="right")
+    figure.layout.annotations[-1].update(xshift=24, yshift=-6)  # clear of the slope
+    label(figure, tokens[-2], flops.fixed / 1e9, series[2][0], 2, side="below")
+    label(figure, tokens[1], flops.decode(tokens[1]) / 1e9, series[0][0], 0, side="above")
+    if (cross := flops.decode_crossover) is not None and tokens[0] < cross < tokens[-1]:
+        _mark(figure, cross, flops.fixed / 1e9, "bottom right")
+    figure.update_layout(title="Attention overtakes everything else", showlegend=False)
+    return figure
+
+
+def _doublings(max_tokens: int) -> list[int]:
+    return [1024 * 2**i for i in range(32) if 1024 * 2**i <= max_tokens]
+
+
+def _lines_over_context(
+    tokens: list[int], series: Sequence[tuple[str, list[float], int, str]], unit: str
+) -> go.Figure:
+    """Draw lines over a logarithmic context axis: name, values, colour and dash of each."""
+    figure = go.Figure()
+    for name, values, color, dash in series:
+        figure.add_scatter(
+            x=tokens,
+            y=values,
+            mode="lines",
+            name=name,
+            line={"color": COLORS[color], "dash": dash, "width": 3},
+            hovertemplate="%{x:,} tokens: %{y:.3g} " + unit + "<extra>" + name + "</extra>",
+        )
+    figure.update_xaxes(
+        type="log",
+        title="context, tokens (logarithmic)",
+        range=[log10(tokens[0]), log10(tokens[-1]) + 0.05],
+        tickvals=[1024, 4096, 16384, 65536, 262144, 1048576],
+        ticktext=["1 Ki", "4 Ki", "16 Ki", "64 Ki", "256 Ki", "1 Mi"],
+    )
+    return figure
+
+
+def _mark(figure: go.Figure, tokens: int, value: float, side: str) -> None:
+    """Put a dot with its number of tokens where two lines cross."""
+    figure.add_scatter(
+        x=[tokens],
+        y=[value],
+        mode="markers+text",
+        text=[f"{tokens:,} tokens"],
+        textposition=side,
+        marker={"symbol": "circle", "size": 11, "color": "#000000"},
+        hoverinfo="skip",
+    )

@@ -12,6 +12,8 @@ import pytest
 from kimik3_lab.config import K3Config
 from kimik3_lab.performance import anatomy
 from kimik3_lab.performance.accounting import VISION, sequence_memory, short_count
+from kimik3_lab.performance.census import census
+from kimik3_lab.performance.placement import Layout, rank_weights
 from kimik3_lab.teaching import checks_anatomy, plots_anatomy
 from kimik3_lab.tensors import checkpoint_tensors
 
@@ -131,6 +133,19 @@ def test_report_is_json(released):
     assert body["components"][0]["component"] == "embedding"
     assert sum(row["parameters"] for row in body["components"]) == body["total_parameters"]
     assert body["sequence_memory"]["state_bytes"] == 449_372_160
+    assert body["flops_per_token"]["matmul"] == 208_348_184_576
+    tp8 = next(row for row in body["placement"] if row["layout"] == "TP8")
+    assert round(tp8["bytes_per_gpu"] / 1e9, 1) == 205.1
+
+
+@pytest.mark.parametrize("make", [K3Config.tiny, K3Config.micro])
+def test_census_repeats_to_the_whole_checkpoint(make):
+    config = make()
+    specs = list(checkpoint_tensors(config, prefix=""))
+    kinds = census(config)
+    assert sum(count for _, count in kinds) == len(specs)
+    assert sum(count * spec.bytes for spec, count in kinds) == sum(s.bytes for s in specs)
+    assert len({(spec.component, spec.name) for spec, _ in kinds}) == len(kinds)
 
 
 def test_short_count():
@@ -164,6 +179,38 @@ def test_exercise_check_tells_right_from_wrong(capsys):
     for function in wrong:
         with pytest.raises(AssertionError, match=r"got [\d,]+ bytes, expected [\d,]+"):
             checks_anatomy.check_1(function)
+
+
+def test_exercise_2_check_tells_right_from_wrong(capsys):
+    def account(config, memory_bytes, ranks, context, *, share=0.9, state=None, rows=1, full=False):
+        weights = rank_weights(config, Layout(ranks)).total
+        if full:  # everything split, nothing kept whole
+            weights = rank_weights(config, Layout(1)).total // ranks
+        memory = sequence_memory(config)
+        state = ranks if state is None else state
+        one = memory.state_bytes // state + context * memory.mla_bytes_per_token // rows
+        return max(0, int((share * memory_bytes - weights) // one))
+
+    checks_anatomy.check_2(account)
+    assert "right on 4 cases" in capsys.readouterr().out
+    wrong = {
+        "all of the memory": lambda *a: account(*a, share=1.0),
+        "state not split": lambda *a: account(*a, state=1),
+        "rows split as well": lambda c, m, ranks, n: account(c, m, ranks, n, rows=ranks),
+        "no tensor kept whole": lambda *a: account(*a, full=True),
+        "negative counts": lambda c, m, ranks, n: (
+            account(c, m, ranks, n)
+            or int((0.9 * m - rank_weights(c, Layout(ranks)).total) // 10**9)
+        ),
+        "cache in every layer": lambda c, m, ranks, n: account(
+            c, m, ranks, n * c.num_hidden_layers // len(c.mla_layer_ids)
+        ),
+        "one too many": lambda *a: account(*a) + 1,
+    }
+    for name, function in wrong.items():
+        with pytest.raises(AssertionError, match=r"got -?\d+ sequences, expected \d+"):
+            checks_anatomy.check_2(function)
+            pytest.fail(f"{name} passed the check")
 
 
 def test_figures_show_the_report(released):

@@ -29,6 +29,11 @@ def test_json_of_the_release():
     assert {"component", "label", "tensors", "parameters", "bytes", "active_parameters",
             "evidence"} == set(body["components"][0])  # fmt: skip
     assert [row["component"] for row in body["components"]][-1] == "vision"
+    assert body["flops_per_token"]["mla_per_cached_token"] == 5_013_504
+    assert body["sequence_memory"]["mla_bytes_per_token"] == 27_648
+    placement = {row["layout"]: row for row in body["placement"]}
+    assert placement["TP8"]["bytes_per_gpu"] == 205_056_581_360
+    assert placement["TP16"]["padding"] > 0 == placement["TP16 + EP16"]["padding"]
 
 
 def test_table_shows_every_part_and_the_totals():
@@ -39,6 +44,8 @@ def test_table_shows_every_part_and_the_totals():
         assert row.label in result.stdout
     for total in (report.total_parameters, report.checkpoint_bytes):
         assert f"{total:,}" in result.stdout
+    assert f"takes {report.flops_per_token.fixed:,} operations" in result.stdout
+    assert "TP2 + EP2" in result.stdout
 
 
 def test_model_folder(tmp_path):
