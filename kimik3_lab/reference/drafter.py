@@ -144,7 +144,8 @@ class DSparkDrafter(nn.Module):
         Raises
         ------
         ValueError
-            If a tapped layer is missing: a drafter fed the wrong taps fails silently otherwise.
+            If a tapped layer is missing, or has fewer rows than asked for: a drafter fed the wrong
+            taps drafts badly and says nothing.
         """
         wanted = self.config.target_layer_ids
         missing = [i for i in wanted if taps.get(i) is None]
@@ -153,7 +154,15 @@ class DSparkDrafter(nn.Module):
                 f"no tap of layer {missing[0]}: pass new_taps() to the target's forward; "
                 f"this drafter reads layers {list(wanted)}"
             )
-        joined = torch.cat([taps[i][:rows] for i in wanted], -1)  # type: ignore[index]
+        tapped: list[Tensor] = [taps[i] for i in wanted]  # type: ignore[misc]
+        fewest = min(map(len, tapped))
+        take = fewest if rows is None else rows
+        if not 0 <= take <= fewest or fewest != max(map(len, tapped)):
+            raise ValueError(
+                f"cannot take {take} rows of taps with {[len(tap) for tap in tapped]} rows: all "
+                "come from one forward of the target, and at most its rows can be taken"
+            )
+        joined = torch.cat([tap[:take] for tap in tapped], -1)
         context = self.context_norm(self.context_proj(joined.to(self.context_proj.weight.dtype)))
         start = state.num_tokens
         positions = torch.arange(start, start + len(context), device=context.device)
@@ -193,6 +202,8 @@ class DSparkDrafter(nn.Module):
         count = self.config.block_size if num_tokens is None else num_tokens
         if count < 1:
             raise ValueError(f"num_tokens must be at least 1, got {count}")
+        if temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or above, got {temperature}")
         weight = self.context_proj.weight
         ids = torch.full((count,), self.config.mask_token_id, device=weight.device)
         ids[0] = anchor
