@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kimik3_lab.config_checks import ConfigError, check_config, typed_fields
+from kimik3_lab.config_checks import ConfigError, check_config, read_config, typed_fields
 
 __all__ = ["ConfigError", "K3Config", "LinearAttentionConfig"]
 
@@ -307,20 +307,4 @@ class K3Config:
         ConfigError
             If the folder or file is missing, is not JSON, or does not describe a Kimi K3.
         """
-        folder = Path(path)
-        if not folder.is_dir():
-            raise ConfigError(
-                f"no model folder at {folder}: give a folder that holds config.json, "
-                "for example data/tiny-k3"
-            )
-        file = folder / "config.json"
-        if not file.is_file():
-            raise ConfigError(f"{folder} has no config.json, so it is not a model folder")
-        try:
-            body = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{file} is not valid JSON: {error}") from error
-        try:
-            return cls.from_dict(body)
-        except ConfigError as error:
-            raise ConfigError(f"{file}: {error}") from error
+        return read_config(path, cls.from_dict)

@@ -6,14 +6,46 @@ Needs the standard library only. :mod:`kimik3_lab.config` calls it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
-from typing import Any
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, TypeVar
 
-__all__ = ["ConfigError", "check_config", "typed_fields"]
+__all__ = ["ConfigError", "check_config", "read_config", "typed_fields"]
+
+_Config = TypeVar("_Config")
 
 
 class ConfigError(ValueError):
     """A configuration that cannot describe a Kimi K3; the message says what to change."""
+
+
+def read_config(path: str | Path, parse: Callable[[Any], _Config]) -> _Config:
+    """Read ``config.json`` in the folder ``path`` and hand its content to ``parse``.
+
+    Raises
+    ------
+    ConfigError
+        If the folder or the file is missing or not JSON, or whatever ``parse`` objects to; with
+        the path in the message.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"no model folder at {folder}: give a folder that holds config.json, "
+            "for example data/tiny-k3"
+        )
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{folder} has no config.json, so it is not a model folder")
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    try:
+        return parse(body)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 #: Fields that a config.json may leave out: not in the release, or with an obvious default.

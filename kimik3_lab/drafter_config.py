@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kimik3_lab.config import ConfigError, K3Config
+from kimik3_lab.config import K3Config
+from kimik3_lab.config_checks import ConfigError, read_config
 
 __all__ = ["DSparkConfig"]
 
@@ -224,17 +225,7 @@ class DSparkConfig:
         ConfigError
             If the file is missing, is not JSON, or describes no DSpark drafter.
         """
-        file = Path(path) / "config.json"
-        if not file.is_file():
-            raise ConfigError(f"no {file}: give the folder of a drafter, which holds config.json")
-        try:
-            body = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{file} is not valid JSON: {error}") from error
-        try:
-            return cls.from_dict(body)
-        except ConfigError as error:
-            raise ConfigError(f"{file}: {error}") from error
+        return read_config(path, cls.from_dict)
 
 
 _KINDS = {field.name: type(field.default) for field in dataclasses.fields(DSparkConfig)}

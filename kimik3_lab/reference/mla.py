@@ -15,16 +15,12 @@ Source: vLLM 0.33.0, ``vllm/models/kimi_k3/nvidia/mla.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from kimik3_lab.config import K3Config
+from kimik3_lab.reference.mixer import Mixer
 from kimik3_lab.reference.norms import RMSNorm, compute_dtype
-
-if TYPE_CHECKING:
-    from kimik3_lab.reference.state import Mixer
 
 __all__ = ["MultiHeadLatentAttention", "absorbed", "expanded"]
 

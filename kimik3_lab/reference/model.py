@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from kimik3_lab.config import K3Config
 from kimik3_lab.reference.kda import KimiDeltaAttention
+from kimik3_lab.reference.mixer import Mixer
 from kimik3_lab.reference.mla import MultiHeadLatentAttention
 from kimik3_lab.reference.moe import MLP, LatentMoE
 from kimik3_lab.reference.norms import RMSNorm, compute_dtype
 from kimik3_lab.reference.residuals import ResidualStream
-from kimik3_lab.reference.state import Mixer, SequenceMixer, SequenceState
+from kimik3_lab.reference.state import SequenceMixer, SequenceState
 
 __all__ = ["DecoderLayer", "K3ForCausalLM", "K3Model", "Mixer", "SequenceMixer", "SequenceState"]
 

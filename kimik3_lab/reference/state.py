@@ -2,17 +2,12 @@
 
 Needs torch. Lesson 05 hands a sequence over from prefill to decode; lesson 07 puts the same state
 into a shared cache.
-
-Everything in K3 is per token, except three operations that look back in time: the short convolution
-and the recurrence of a KDA layer, and the attention of an MLA layer. They sit behind one seam, the
-:class:`Mixer`. The model calls it and does not know where state lives; here it is one sequence in
-plain tensors, in the engine it is slots and pages shared by many.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,27 +16,7 @@ from kimik3_lab.config import K3Config
 from kimik3_lab.reference import kda, mla
 from kimik3_lab.reference.norms import compute_dtype
 
-__all__ = ["Mixer", "SequenceMixer", "SequenceState"]
-
-
-class Mixer(Protocol):
-    """The operations that mix over time. A step has N tokens, of one sequence or of many.
-
-    A layer calls :meth:`conv` and then :meth:`kda`, or :meth:`mla`, once per step.
-    """
-
-    def conv(self, layer_id: int, u: Tensor, weight: Tensor) -> Tensor:
-        """Causal convolution and SiLU of ``u [N, 3P]`` (q | k | v) with ``weight [3P, kernel]``."""
-
-    def kda(
-        self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
-    ) -> Tensor:
-        """Delta rule: ``q, k, g [N, H, K]``, ``v [N, H, V]``, ``beta [N, H]`` to ``[N, H, V]``."""
-
-    def mla(
-        self, layer_id: int, q: Tensor, latent: Tensor, kv_b: Tensor, config: K3Config
-    ) -> Tensor:
-        """Cache ``latent [N, kv_lora + rope]``; attend with ``q [N, H, qk]`` to ``[N, H, v]``."""
+__all__ = ["SequenceMixer", "SequenceState"]
 
 
 @dataclass
@@ -147,14 +122,14 @@ class SequenceMixer:
         self.form = form
 
     def conv(self, layer_id: int, u: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`Mixer.conv`."""
+        """See :meth:`kimik3_lab.reference.mixer.Mixer.conv`."""
         y, self.state.conv[layer_id] = kda.short_conv(u, weight, self.state.conv[layer_id])
         return y
 
     def kda(
         self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     ) -> Tensor:
-        """See :meth:`Mixer.kda`."""
+        """See :meth:`kimik3_lab.reference.mixer.Mixer.kda`."""
         inputs = [x.unsqueeze(0) for x in (q, k, v, g, beta)]  # a batch of one sequence
         before = self.state.recurrent[layer_id].unsqueeze(0)
         if self._decoding(len(q)):
@@ -168,7 +143,7 @@ class SequenceMixer:
     def mla(
         self, layer_id: int, q: Tensor, latent: Tensor, kv_b: Tensor, config: K3Config
     ) -> Tensor:
-        """See :meth:`Mixer.mla`."""
+        """See :meth:`kimik3_lab.reference.mixer.Mixer.mla`."""
         rows = torch.cat((self.state.latent[layer_id], latent))
         self.state.latent[layer_id] = rows
         self._advance(layer_id, len(q))

@@ -36,6 +36,7 @@ from kimik3_lab.reference import (
     drafter_checkpoint,
     drafter_layers,
     kda,
+    kda_chunked,
     mla,
     model,
     moe,
@@ -187,7 +188,7 @@ def diagonal_anchored_at_a_later_row(patch: Patch) -> None:
         anchor = G[..., -1:, :]
         return (x * (G - anchor).exp()) @ (k * (anchor - G).exp()).mT
 
-    patch.setattr(kda, "_decayed_scores", scores)
+    patch.setattr(kda_chunked, "_decayed_scores", scores)
 
 
 def later_logits_are_not_numbers() -> None:
@@ -199,14 +200,14 @@ def later_logits_are_not_numbers() -> None:
 
 @mutation(26, equals_second_implementation, later_logits_are_not_numbers)
 def state_left_unwritten_at_a_boundary(patch: Patch) -> None:
-    right = kda._carry
+    right = kda_chunked._carry
 
     def carry(*arguments):
         after = right(*arguments).clone()
         after[..., 0, 0] = torch.nan
         return after
 
-    patch.setattr(kda, "_carry", carry)
+    patch.setattr(kda_chunked, "_carry", carry)
 
 
 @mutation(15, prefix_hit_equals_recompute)

@@ -23,7 +23,7 @@ __all__ = ["PagedMixer", "absorbed_decode"]
 
 
 class PagedMixer:
-    """A :class:`~kimik3_lab.reference.state.Mixer` over a :class:`PagedCache`.
+    """A :class:`~kimik3_lab.reference.mixer.Mixer` over a :class:`PagedCache`.
 
     Set :attr:`step` before each forward pass.
 
@@ -43,7 +43,7 @@ class PagedMixer:
         self._mla_index = {layer_id: i for i, layer_id in enumerate(config.mla_layer_ids)}
 
     def conv(self, layer_id: int, u: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`kimik3_lab.reference.state.Mixer.conv`."""
+        """See :meth:`kimik3_lab.reference.mixer.Mixer.conv`."""
         step, windows = self.step, self.cache.conv[self._kda_index[layer_id]]
         parts = []
         if step.num_decodes:
@@ -62,7 +62,7 @@ class PagedMixer:
     def kda(
         self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     ) -> Tensor:
-        """See :meth:`kimik3_lab.reference.state.Mixer.kda`."""
+        """See :meth:`kimik3_lab.reference.mixer.Mixer.kda`."""
         step, states = self.step, self.cache.recurrent[self._kda_index[layer_id]]
         parts = []
         if step.num_decodes:
@@ -84,7 +84,7 @@ class PagedMixer:
     def mla(
         self, layer_id: int, q: Tensor, latent: Tensor, kv_b: Tensor, config: K3Config
     ) -> Tensor:
-        """See :meth:`kimik3_lab.reference.state.Mixer.mla`."""
+        """See :meth:`kimik3_lab.reference.mixer.Mixer.mla`."""
         step, pages = self.step, self.cache.latent[self._mla_index[layer_id]]
         cached = pages.flatten(0, 1)
         cached.index_copy_(0, step.cell_mapping, latent)
