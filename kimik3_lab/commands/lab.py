@@ -20,6 +20,7 @@ __all__ = ["free_port", "lab", "reason_for_no_browser", "server_command"]
 _FIRST = "00_start_here.ipynb"
 _HOST = "127.0.0.1"
 _PORTS_TO_TRY = 50
+_SETTINGS = Path(__file__).parent / "jupyterlab_settings"
 
 
 def lab(
@@ -119,9 +120,8 @@ def server_command(folder: Path, port: int, *, browser: bool) -> list[str]:
         f"--LabApp.default_url=/lab/tree/{_FIRST}",
         f"--ServerApp.open_browser={browser}",
         f"--LabApp.open_browser={browser}",
-        # The lab fetches nothing at run time: no news, no look for updates.
-        "--LabApp.news_url=None",
-        "--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate",
+        # The lab fetches nothing at run time, so it must not ask whether it may fetch news either.
+        f"--LabApp.app_settings_dir={_SETTINGS}",
         "--Application.log_level=WARN",
     ]
     if hasattr(os, "geteuid") and os.geteuid() == 0:

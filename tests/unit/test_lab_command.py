@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -174,3 +175,14 @@ def test_serves_the_first_lesson_and_stops_on_a_signal(checkout: Path, tmp_path:
         process.kill()
         process.wait()
         log.close()
+
+
+def test_the_server_is_told_not_to_ask_about_news(tmp_path: Path) -> None:
+    (option,) = (
+        word
+        for word in command.server_command(tmp_path, 8888, browser=False)
+        if "app_settings_dir" in word
+    )
+    overrides = json.loads((Path(option.partition("=")[2]) / "overrides.json").read_text())
+    (settings,) = overrides.values()
+    assert settings == {"fetchNews": "false", "checkForUpdates": False}
