@@ -214,6 +214,14 @@ def save(
         ``""`` for flat names, ``"language_model."`` for released names.
     max_shard_bytes
         Start a new file beyond this size; ``None`` for a single file.
+
+    Examples
+    --------
+    >>> from kimik3_lab.reference.initialization import random_model
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(random_model(K3Config.micro()), folder, max_shard_bytes=200_000)
+    ...     sorted(path.name for path in Path(folder).glob("*.safetensors"))
+    ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)

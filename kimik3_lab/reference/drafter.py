@@ -36,6 +36,13 @@ class DraftState:
     ----------
     latent
         A tensor ``[num_tokens, kv_lora + rope]`` per draft layer.
+
+    Examples
+    --------
+    >>> state = DraftState([torch.zeros(5, 48), torch.zeros(5, 48)])
+    >>> state.truncate(3)  # verification turned two tokens down
+    >>> state.num_tokens
+    3
     """
 
     latent: list[Tensor] = field(default_factory=list)

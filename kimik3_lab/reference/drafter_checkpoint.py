@@ -110,6 +110,16 @@ def save(drafter: DSparkDrafter, path: str | Path) -> None:
         Its own 67 tensors (65 without a confidence head) are stored, in bfloat16 as released.
     path
         Folder; made if need be. Files other than weights and configuration stay as they are.
+
+    Examples
+    --------
+    >>> from kimik3_lab.config import K3Config
+    >>> from kimik3_lab.drafter_config import DSparkConfig
+    >>> drafter = DSparkDrafter(DSparkConfig.for_target(K3Config.micro()))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(drafter, folder)
+    ...     load(folder).config == drafter.config
+    True
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)

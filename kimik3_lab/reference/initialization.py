@@ -56,6 +56,14 @@ def initialize(model: K3ForCausalLM, seed: int = 0) -> None:
     - router bias: wide enough to make some experts popular and some rare.
 
     What is bfloat16 on disk is rounded to it, so that saving and loading change nothing.
+
+    Examples
+    --------
+    >>> model = K3ForCausalLM(K3Config.micro())
+    >>> initialize(model, seed=7)
+    >>> again = random_model(K3Config.micro(), seed=7)
+    >>> bool((model.lm_head.weight == again.lm_head.weight).all())
+    True
     """
     generator = torch.Generator().manual_seed(seed)
     config = model.config

@@ -104,7 +104,18 @@ def chunked(
 
 
 def initial_state(k: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
-    """Check ``state`` or make an empty one; float32 or wider."""
+    """Check ``state`` or make an empty one, ``[B, H, K, V]``, float32 or wider.
+
+    Raises
+    ------
+    ValueError
+        If ``state`` has another shape than keys ``[B, T, H, K]`` and values ``[B, T, H, V]`` need.
+
+    Examples
+    --------
+    >>> initial_state(torch.zeros(1, 5, 2, 8), torch.zeros(1, 5, 2, 4), None).shape
+    torch.Size([1, 2, 8, 4])
+    """
     batch, _, heads, keys = k.shape
     shape = (batch, heads, keys, v.shape[-1])
     dtype = compute_dtype(v.dtype)

@@ -36,6 +36,11 @@ class Routing(NamedTuple):
 
     ``expert_ids`` is int64 ``[N, top_k]``, best first; ``weights`` is float32 or wider,
     ``[N, top_k]``.
+
+    Examples
+    --------
+    >>> Routing(torch.tensor([[3, 0]]), torch.tensor([[0.75, 0.25]])).expert_ids.tolist()
+    [[3, 0]]
     """
 
     expert_ids: Tensor
