@@ -167,11 +167,16 @@ def print_table(result: BenchmarkResult, console: Console | None = None) -> None
     from rich.table import Table
 
     console = console or Console()
+    # Tight, so that the counts still show on a terminal of 80 columns.
     table = Table(
-        title=f"{escape(result.model)} at {escape(result.url)}", title_justify="left", box=SIMPLE
+        title=f"{escape(result.model)} at {escape(result.url)}",
+        title_justify="left",
+        box=SIMPLE,
+        collapse_padding=True,
+        pad_edge=False,
     )
     table.add_column("load", no_wrap=True)
-    table.add_column("ended in\nwindow", justify="right")
+    table.add_column("ended in\nwindow", justify="right", no_wrap=True)
     table.add_column("tokens/s\n(95 %)", justify="right", no_wrap=True)
     table.add_column("observed\ntokens/s", justify="right", no_wrap=True)
     for name in ("TTFT ms", "TPOT ms", "latency s"):
