@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -103,6 +104,12 @@ def typed_fields(
     return values
 
 
+#: Sizes beyond these are damage: the release has 92 x 896 = 82,432 experts.
+_MOST, _MOST_EXPERTS = 2**30, 2**20
+_POSITIVE = {
+    "rms_norm_eps", "mla_norm_eps", "routed_scaling_factor",
+    "activation_situ_beta", "activation_situ_linear_beta",
+}  # fmt: skip
 _MAY_BE_ZERO = {"bos_token_id", "eos_token_id", "pad_token_id", "first_k_dense_replace",
                 "num_nextn_predict_layers"}  # fmt: skip
 
@@ -122,6 +129,20 @@ def check_config(config: Any) -> None:
             if type(value) is int and value < (f.name not in _MAY_BE_ZERO):
                 least = 0 if f.name in _MAY_BE_ZERO else 1
                 raise ConfigError(f"{prefix}{f.name} must be at least {least}, got {value}")
+            if type(value) is int and value > _MOST:
+                raise ConfigError(
+                    f"{prefix}{f.name}={value:,} is beyond any model; expected at most {_MOST:,}"
+                )
+            if type(value) is float and not math.isfinite(value):
+                raise ConfigError(f"{prefix}{f.name} must be a finite number, got {value}")
+            if f.name in _POSITIVE and value <= 0:
+                raise ConfigError(f"{prefix}{f.name} must be above 0, got {value}")
+    if config.num_hidden_layers * config.num_experts > _MOST_EXPERTS:
+        raise ConfigError(
+            f"num_hidden_layers={config.num_hidden_layers:,} with num_experts="
+            f"{config.num_experts:,} is beyond any model: expected at most {_MOST_EXPERTS:,} "
+            "experts in all"
+        )
     layers = sorted((*linear.kda_layers, *linear.full_attn_layers))
     if layers != list(range(1, config.num_hidden_layers + 1)):
         raise ConfigError(

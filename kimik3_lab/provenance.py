@@ -24,6 +24,10 @@ _PACKAGES = (
 )  # fmt: skip
 
 
+#: An option with one of these in its name has a value that must not be written down.
+_SECRET = ("key", "token-file", "password", "secret")
+
+
 def provenance(*, device: str = "cpu", command: str | None = None) -> dict[str, Any]:
     """Describe this process for a result file.
 
@@ -43,7 +47,7 @@ def provenance(*, device: str = "cpu", command: str | None = None) -> dict[str, 
 
     if command is None:
         name = os.path.basename(sys.argv[0]) or "python"
-        command = shlex.join([name, *sys.argv[1:]])
+        command = shlex.join([name, *_without_secrets(sys.argv[1:])])
     return {
         "lab_version": __version__,
         "git_commit": _git_commit(),
@@ -56,6 +60,17 @@ def provenance(*, device: str = "cpu", command: str | None = None) -> dict[str, 
         "python": platform.python_version(),
         "packages": {name: v for name in _PACKAGES if (v := _version(name))},
     }
+
+
+def _without_secrets(words: list[str]) -> list[str]:
+    """Blank out the values of options that carry a key: a result file is made to be shared."""
+    shown, hide_next = [], False
+    for word in words:
+        option, equals, _ = word.partition("=")
+        secret = option.startswith("--") and any(part in option for part in _SECRET)
+        shown.append("***" if hide_next else f"{option}=***" if secret and equals else word)
+        hide_next = secret and not equals and not hide_next
+    return shown
 
 
 def _version(package: str) -> str | None:

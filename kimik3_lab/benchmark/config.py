@@ -6,6 +6,7 @@ Needs the standard library only. Used by lessons 00, 10 and 12.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -111,6 +112,11 @@ class BenchmarkConfig:
             raise ValueError(
                 f"base_url must look like http://127.0.0.1:8000, got {self.base_url!r}"
             )
+        if parts.username is not None or parts.password is not None:
+            raise ValueError(
+                "base_url must not hold a name or password, it is written into results: pass a key "
+                "with api_key instead"
+            )
         if self.endpoint not in _ENDPOINTS:
             raise ValueError(f"endpoint must be 'chat' or 'completions', got {self.endpoint!r}")
         if self.arrival not in ("poisson", "constant"):
@@ -135,6 +141,9 @@ class BenchmarkConfig:
                 )
         if self.max_duration is not None:
             _positive("max_duration", self.max_duration)
+        for name in ("warmup", "cooldown", "temperature"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}")
         if self.warmup < 0 or self.cooldown < 0 or self.warmup + self.cooldown >= 1:
             raise ValueError(
                 "warmup and cooldown are fractions of a cell and must leave a window between "

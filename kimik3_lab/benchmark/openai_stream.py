@@ -203,6 +203,8 @@ class Endpoint:
                     finished = _take(data, record, moment) or finished
             if not (done or finished):
                 raise _RequestFailed("the stream ended without finish_reason or [DONE]")
+            if not record.token_times and not record.output_tokens:
+                raise _RequestFailed("the stream ended without a token")
             record.status = "completed"
         except asyncio.CancelledError:
             record.status = "cancelled"
@@ -248,8 +250,16 @@ def _take(data: bytes, record: RequestRecord, moment: float) -> bool:
     return finished
 
 
+#: No context is near this long; a larger count is a fault of the server, not a measurement.
+_MOST_TOKENS = 10**8
+
+
 def _take_usage(usage: dict[str, Any], record: RequestRecord) -> None:
     """Keep the newest usage; servers send it once at the end or with every chunk."""
+    for name in ("prompt_tokens", "completion_tokens"):
+        count = usage.get(name)
+        if isinstance(count, int) and not 0 <= count <= _MOST_TOKENS:
+            raise _RequestFailed(f"the server reports {name}={count} in usage, which cannot be")
     if isinstance(usage.get("prompt_tokens"), int):
         record.prompt_tokens = usage["prompt_tokens"]
     if isinstance(usage.get("completion_tokens"), int):

@@ -177,6 +177,11 @@ def bench(
             f"stopped after {max_errors} failed requests; the first reason: "
             + next(iter(result.errors), "unknown")
         )
+    if not measured and result.errors:
+        raise CommandError(
+            "no request completed, so nothing was measured; the most frequent reason: "
+            + next(iter(result.errors))
+        )
     if not measured:
         raise CommandError(
             "no request completed, so nothing was measured: give the cells more time, or ask for "

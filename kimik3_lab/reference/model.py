@@ -8,6 +8,7 @@ flat layout, without ``language_model.``, and with every expert unpacked).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 
 import torch
@@ -220,7 +221,7 @@ class K3ForCausalLM(nn.Module):
     @torch.inference_mode()
     def generate(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Tensor,
         max_tokens: int = 16,
         *,
         stop_token_ids: Collection[int] | None = None,
@@ -245,10 +246,17 @@ class K3ForCausalLM(nn.Module):
         Raises
         ------
         ValueError
-            If a token id is outside the vocabulary, the prompt is empty, ``max_tokens`` is not
-            positive, or both together exceed the context length.
+            If a token id is no whole number or outside the vocabulary, the prompt is empty,
+            ``max_tokens`` is not positive, or both together exceed the context length.
         """
         config = self.config
+        if isinstance(prompt_ids, Tensor):
+            prompt_ids = prompt_ids.flatten().tolist()
+        try:
+            prompt_ids = [operator.index(token) for token in prompt_ids]
+            max_tokens = operator.index(max_tokens)
+        except TypeError as error:
+            raise ValueError(f"token ids and max_tokens must be whole numbers: {error}") from error
         bad = [token for token in prompt_ids if not 0 <= token < config.vocab_size]
         if bad or not prompt_ids:
             got = f"token id {bad[0]}" if bad else "an empty prompt"

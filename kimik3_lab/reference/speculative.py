@@ -162,6 +162,8 @@ def verify_greedy(draft_ids: Tensor, target_logits: Tensor) -> list[int]:
             f"{len(draft_ids)} drafted tokens need target logits [{len(draft_ids) + 1}, V], got "
             f"{list(target_logits.shape)}: the last row is for the bonus token"
         )
+    if bool(target_logits.isnan().any()):
+        raise ValueError("target_logits hold NaN: the first choice would be token 0, silently")
     choice = target_logits.argmax(-1)
     kept = int((draft_ids == choice[:-1]).long().cumprod(0).sum())
     return choice[: kept + 1].tolist()
@@ -178,8 +180,13 @@ def _checked(draft_ids: Tensor, draft_probs: Tensor, target_probs: Tensor) -> tu
                 f"{name} must be [{rows}, {vocab}] for {count} drafted tokens, got "
                 f"{list(tensor.shape)}"
             )
+        sums_to_one = (tensor.sum(-1) - 1).abs() < 1e-2
+        if not bool(sums_to_one.all() and (tensor >= 0).all()):
+            raise ValueError(f"each row of {name} must be a distribution: apply softmax to logits")
     if count == 0:
         raise ValueError("no drafted tokens: sample from the target directly")
+    if bool(((draft_ids < 0) | (draft_ids >= vocab)).any()):
+        raise ValueError(f"draft_ids must lie from 0 to {vocab - 1}, got {draft_ids.tolist()}")
     dtype = compute_dtype(torch.promote_types(draft_probs.dtype, target_probs.dtype))
     draft, target = draft_probs.to(dtype), target_probs.to(dtype)
     drawn = draft.gather(1, draft_ids[:, None]).squeeze(1)

@@ -254,6 +254,8 @@ def test_failures_are_counted_and_listed():
         (Reply(insert=(4, '{"choices": ["word"]}')), "unknown form", 4),
         (Reply(insert=(1, '{"choices": ')), "not JSON", 1),
         (Reply(insert=(0, "[]")), "not a JSON object", 0),
+        (Reply(insert=(2, '{"usage": {"prompt_tokens": -5}}')), "prompt_tokens=-5 in usage", 2),
+        (Reply(insert=(2, '{"usage": {"completion_tokens": 1000000000000}}')), "cannot be", 2),
     ],
     ids=[
         "truncated",
@@ -263,6 +265,8 @@ def test_failures_are_counted_and_listed():
         "odd-choice",
         "cut-json",
         "list",
+        "negative-usage",
+        "absurd-usage",
     ],
 )
 def test_broken_streams_fail_with_a_reason(reply, message, tokens):
@@ -417,6 +421,9 @@ def test_fault_in_making_prompts_surfaces_as_itself(tmp_path):
         ({"endpoint": "embeddings"}, "endpoint must be"),
         ({"arrival": "bursty"}, "arrival must be"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature must be a finite"),
+        ({"warmup": float("nan")}, "warmup must be a finite"),
+        ({"base_url": "http://me:secret@h"}, "must not hold a name or password"),
         ({"max_errors": 0}, "max_errors"),
     ],
 )

@@ -119,3 +119,21 @@ def test_importing_the_package_is_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
+        ({"mla_norm_eps": 0.0}, "mla_norm_eps must be above 0"),
+        ({"routed_scaling_factor": float("inf")}, "routed_scaling_factor must be a finite number"),
+        ({"activation_situ_beta": -1.0}, "activation_situ_beta must be above 0"),
+        ({"vocab_size": 10**30}, "vocab_size=.* is beyond any model"),
+        ({"num_experts": 10**9}, "beyond any model"),
+        ({"num_hidden_layers": 10**9}, "beyond any model"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(change: dict, message: str) -> None:
+    body = K3Config.tiny().to_dict() | change
+    with pytest.raises(ConfigError, match=message):
+        K3Config.from_dict(body)

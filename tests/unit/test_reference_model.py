@@ -287,3 +287,16 @@ def test_state_types_follow_the_model() -> None:
 def test_mixer_refuses_an_unknown_form() -> None:
     with pytest.raises(ValueError, match="got 'fast'"):
         SequenceMixer(SequenceState.empty(MICRO), form="fast")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens"), [([1.5], 2), ([1], 1.5), (["a"], 2), (torch.tensor([0.5]), 2)]
+)
+def test_generate_wants_whole_numbers(prompt: object, max_tokens: object) -> None:
+    with pytest.raises(ValueError, match="must be whole numbers"):
+        random_model(MICRO, 0).generate(prompt, max_tokens)
+
+
+def test_generate_takes_a_tensor_as_well() -> None:
+    model = random_model(MICRO, 0)
+    assert model.generate(torch.tensor([0, 7, 9]), 4) == model.generate([0, 7, 9], 4)

@@ -167,6 +167,12 @@ def test_wrong_shapes_and_impossible_drafts_are_named():
         block_rule(torch.tensor([], dtype=torch.long), probs[:0], probs[:1])
     with pytest.raises(ValueError, match=r"drafted token 0 \(id 2\) has probability 0"):
         block_rule(torch.tensor([2]), torch.tensor([[0.5, 0.5, 0.0]]), probs)
+    with pytest.raises(ValueError, match="draft_ids must lie from 0 to 2"):
+        block_rule(torch.tensor([7]), probs[:1], probs)
+    with pytest.raises(ValueError, match="target_probs must be a distribution"):
+        standard_rule(torch.tensor([0]), probs[:1], torch.tensor([[0.3, -0.2, 5.0]] * 2))
+    with pytest.raises(ValueError, match="hold NaN"):
+        verify_greedy(torch.tensor([1]), torch.full((2, 3), torch.nan))
     with pytest.raises(ValueError, match="the last row is for the bonus token"):
         verify_greedy(torch.tensor([1]), torch.zeros(1, 3))
     assert speculative.__all__

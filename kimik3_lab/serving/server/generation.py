@@ -157,6 +157,16 @@ class Generator:
     async def _encode(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
     ) -> list[int]:
+        # Encoding holds the interpreter for seconds per megabyte, and every stream with it.
+        most = self.max_model_len * self.tokenizer.longest_token
+        if len(text) > most:
+            raise APIError(
+                400,
+                f"{param} has {len(text)} characters: even in the longest tokens that is more than "
+                f"the {self.max_model_len} tokens that the context holds",
+                param=param,
+                code="context_length_exceeded",
+            )
         try:
             if len(text) <= _LONG_TEXT:
                 return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -49,6 +49,8 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._config = dict(config or {})
+        #: Most characters that one token stands for; a text longer than n times this has over n.
+        self.longest_token = max(map(len, backend.get_vocab()), default=1)
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
