@@ -107,7 +107,7 @@ def main() -> int:
                 browser = play.chromium.launch(
                     executable_path=options.chromium, args=CHROMIUM_FLAGS
                 )
-                page = browser.new_page(viewport={"width": 1360, "height": 940})
+                page = browser.new_page(viewport={"width": 1360, "height": 1000})
                 console: list[str] = []
                 page.on("console", lambda m: m.type == "error" and console.append(m.text[:200]))
                 parts = urlsplit(url)
@@ -129,8 +129,9 @@ def main() -> int:
                 page.wait_for_timeout(1_500)
                 plot = page.locator(options.scroll_to).first
                 if plot.count():
-                    plot.scroll_into_view_if_needed()
-                    page.wait_for_timeout(1_000)
+                    for _ in range(3):  # cells above are laid out as they come into view
+                        plot.evaluate("e => e.scrollIntoView({block: 'end'})")
+                        page.wait_for_timeout(1_000)
                 drawn = page.locator(".js-plotly-plot").count()
                 if options.png:
                     page.screenshot(path=str(options.png))

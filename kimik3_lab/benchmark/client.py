@@ -275,7 +275,7 @@ def _show_until_done(
                 continue
             if state.cell != cell:
                 if bar is not None:
-                    bar.close()
+                    _complete(bar)
                 cell = state.cell
                 total, unit = (
                     (config.max_requests, "req") if config.max_requests
@@ -293,6 +293,14 @@ def _show_until_done(
                     elapsed = perf_counter() - state.began
                     bar.n = round(min(elapsed, config.max_duration), 1)
                 bar.set_postfix(done=state.ended - state.failed, failed=state.failed)
+        if bar is not None and not future.exception():
+            _complete(bar)
     finally:
         if bar is not None:
             bar.close()
+
+
+def _complete(bar: Any) -> None:
+    """Fill a bar and take it away: a notebook keeps one that ends short, in red, as a failure."""
+    bar.n = bar.total
+    bar.close()
