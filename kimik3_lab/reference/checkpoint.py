@@ -28,9 +28,16 @@ from kimik3_lab.reference import mxfp4
 from kimik3_lab.reference.model import K3ForCausalLM
 from kimik3_lab.tensors import RELEASED_PREFIX, TensorSpec, checkpoint_tensors
 
-__all__ = ["CheckpointError", "load", "save"]
+__all__ = [
+    "INDEX_FILE",
+    "CheckpointError",
+    "StoredTensor",
+    "load",
+    "open_tensors",
+    "save",
+]
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 #: Parts of the released checkpoint that are not the text model.
 _VISION = ("vision_tower.", "mm_projector.")
 _TORCH = {"BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8}
@@ -86,7 +93,7 @@ def load(
     folder = Path(path)
     config = K3Config.load(folder)
     with ExitStack() as files, torch.no_grad():
-        tensors = _open(folder, files)
+        tensors = open_tensors(folder, files)
         prefix = RELEASED_PREFIX if any(n.startswith(RELEASED_PREFIX) for n in tensors) else ""
         expected = {spec.name: spec for spec in checkpoint_tensors(config, prefix=prefix)}
         _check_names(tensors, expected, config)
@@ -109,7 +116,7 @@ def load(
     return model.eval().requires_grad_(False)
 
 
-class _Stored:
+class StoredTensor:
     """A tensor in an open file: shape and type now, data when asked for."""
 
     def __init__(self, file: Any, name: str) -> None:
@@ -118,18 +125,33 @@ class _Stored:
         self.read: Callable[[], Tensor] = lambda: file.get_tensor(name)
 
 
-def _open(folder: Path, files: ExitStack) -> dict[str, _Stored]:
-    """Open all safetensors files of a folder, which ``files`` closes."""
-    index = folder / _INDEX
+def open_tensors(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
+    """Open all safetensors files of a folder, which ``files`` closes.
+
+    Raises
+    ------
+    CheckpointError
+        If there are none, one cannot be read, or the index and the files disagree.
+
+    Examples
+    --------
+    >>> from kimik3_lab.paths import default_model_dir
+    >>> with ExitStack() as files:
+    ...     open_tensors(default_model_dir(), files)["lm_head.weight"].shape
+    (1024, 128)
+    """
+    index = folder / INDEX_FILE
     if index.is_file():
         weight_map = _read_index(index)
         shards = sorted(set(weight_map.values()))
     elif (folder / _SINGLE).is_file():
         weight_map, shards = None, [_SINGLE]
     else:
-        raise CheckpointError(f"{folder} has neither {_SINGLE} nor {_INDEX}: no weights to load")
+        raise CheckpointError(
+            f"{folder} has neither {_SINGLE} nor {INDEX_FILE}: no weights to load"
+        )
 
-    tensors: dict[str, _Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for shard in shards:
         try:
             file = files.enter_context(safe_open(folder / shard, framework="pt"))
@@ -138,13 +160,15 @@ def _open(folder: Path, files: ExitStack) -> dict[str, _Stored]:
         for name in file.keys():  # noqa: SIM118 - a safetensors file is not a dict
             if weight_map is not None and weight_map.get(name) != shard:
                 raise CheckpointError(
-                    f"tensor {name} lies in {shard}, but {_INDEX} says "
+                    f"tensor {name} lies in {shard}, but {INDEX_FILE} says "
                     f"{weight_map.get(name, 'nothing about it')}"
                 )
-            tensors[name] = _Stored(file, name)
+            tensors[name] = StoredTensor(file, name)
     for name, shard in (weight_map or {}).items():
         if name not in tensors:
-            raise CheckpointError(f"tensor {name} is missing from {shard}, where {_INDEX} puts it")
+            raise CheckpointError(
+                f"tensor {name} is missing from {shard}, where {INDEX_FILE} puts it"
+            )
     return tensors
 
 
@@ -161,7 +185,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _check_names(
-    tensors: dict[str, _Stored], expected: dict[str, TensorSpec], config: K3Config
+    tensors: dict[str, StoredTensor], expected: dict[str, TensorSpec], config: K3Config
 ) -> None:
     missing = [name for name in expected if name not in tensors]
     extra = [name for name in tensors if name not in expected and not name.startswith(_VISION)]
@@ -176,7 +200,7 @@ def _check_names(
             raise CheckpointError(f"tensor {names[0]}{more} is {what}{hint}")
 
 
-def _check_tensor(name: str, stored: _Stored, spec: TensorSpec) -> None:
+def _check_tensor(name: str, stored: StoredTensor, spec: TensorSpec) -> None:
     shapes = [spec.shape]
     if name.endswith("conv1d.weight"):
         shapes.append((spec.shape[0], spec.shape[2]))
@@ -234,7 +258,7 @@ def save(
         # Weights first, then what points at them: index and configuration.
         for name in (*written, "config.json"):
             os.replace(staging / name, folder / name)
-    for old in (*folder.glob("model-*-of-*.safetensors"), folder / _SINGLE, folder / _INDEX):
+    for old in (*folder.glob("model-*-of-*.safetensors"), folder / _SINGLE, folder / INDEX_FILE):
         if old.name not in written:
             old.unlink(missing_ok=True)
 
@@ -268,8 +292,8 @@ def _write_shards(
             "metadata": {"total_size": sum(spec.bytes for spec in specs)},
             "weight_map": weight_map,
         }
-        (folder / _INDEX).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
-        names.append(_INDEX)
+        (folder / INDEX_FILE).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+        names.append(INDEX_FILE)
     return names
 
 

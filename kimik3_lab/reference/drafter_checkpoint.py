@@ -20,7 +20,12 @@ import torch
 from safetensors.torch import save_file
 
 from kimik3_lab.drafter_config import DSparkConfig
-from kimik3_lab.reference.checkpoint import _INDEX, CheckpointError, _open, _Stored
+from kimik3_lab.reference.checkpoint import (
+    INDEX_FILE,
+    CheckpointError,
+    StoredTensor,
+    open_tensors,
+)
 from kimik3_lab.reference.drafter import DSparkDrafter
 
 __all__ = ["TARGET_COPIES", "CheckpointError", "drafter_tensors", "load", "save"]
@@ -92,7 +97,7 @@ def load(
     folder = Path(path)
     config = DSparkConfig.load(folder)
     with ExitStack() as files, torch.no_grad():
-        stored = _open(folder, files)
+        stored = open_tensors(folder, files)
         _check(stored, config)
         drafter = DSparkDrafter(config, dtype=dtype, device="meta")
         drafter = drafter.to_empty(device=torch.get_default_device() if device is None else device)
@@ -136,11 +141,11 @@ def save(drafter: DSparkDrafter, path: str | Path) -> None:
         for name in ("model.safetensors", "config.json"):
             os.replace(staging / name, folder / name)
     # Shards of an earlier checkpoint here, whose index would win over the new file.
-    for old in (*folder.glob("model-*-of-*.safetensors"), folder / _INDEX):
+    for old in (*folder.glob("model-*-of-*.safetensors"), folder / INDEX_FILE):
         old.unlink(missing_ok=True)
 
 
-def _check(stored: dict[str, _Stored], config: DSparkConfig) -> None:
+def _check(stored: dict[str, StoredTensor], config: DSparkConfig) -> None:
     """Compare all tensors of a folder with what its configuration calls for, naming every fault."""
     expected = drafter_tensors(config)
     copies = dict.fromkeys(TARGET_COPIES, (config.vocab_size, config.target_hidden_size))

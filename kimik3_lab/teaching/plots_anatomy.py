@@ -7,7 +7,6 @@ The figures of the running model and of the decode step are in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import log10
 
 import plotly.graph_objects as go
@@ -15,6 +14,7 @@ import plotly.graph_objects as go
 from kimik3_lab.performance.accounting import AnatomyReport, SequenceMemory, short_count
 from kimik3_lab.performance.flops import TokenFlops
 from kimik3_lab.teaching.plots import COLORS, label
+from kimik3_lab.teaching.plots_context import lines_over_context, mark_crossing
 
 __all__ = ["component_dots", "flops_lines", "sequence_memory_lines"]
 
@@ -98,7 +98,7 @@ def sequence_memory_lines(memory: SequenceMemory, max_tokens: int = 1_048_576) -
         ("MLA in every layer", [memory.all_mla_bytes_at(n) / 1e9 for n in tokens], 3, "dash"),
         ("KDA state alone", [memory.state_bytes / 1e9] * len(tokens), 2, "dot"),
     )
-    figure = _lines_over_context(tokens, series, "GB")
+    figure = lines_over_context(tokens, series, "GB")
     figure.update_yaxes(
         type="log",
         title="memory of one sequence, GB",
@@ -112,7 +112,7 @@ def sequence_memory_lines(memory: SequenceMemory, max_tokens: int = 1_048_576) -
     figure.layout.annotations[-1].xshift = 28
     label(figure, tokens[-2], memory.state_bytes / 1e9, series[2][0], 2, side="below")
     if (cross := memory.all_mla_break_even) is not None and tokens[0] < cross < tokens[-1]:
-        _mark(figure, cross, memory.bytes_at(cross) / 1e9, "top left")
+        mark_crossing(figure, cross, memory.bytes_at(cross) / 1e9, "top left")
     figure.update_layout(title="A fixed price first, a gentler slope after", showlegend=False)
     return figure
 
@@ -126,7 +126,7 @@ def flops_lines(flops: TokenFlops, max_tokens: int = 1_048_576) -> go.Figure:
         ("MLA attention over the cache", attention, 3, "dash"),
         ("all else", [flops.fixed / 1e9] * len(tokens), 2, "dot"),
     )
-    figure = _lines_over_context(tokens, series, "GFLOP")
+    figure = lines_over_context(tokens, series, "GFLOP")
     figure.update_yaxes(
         type="log",
         title="operations of a decoded token, GFLOP",
@@ -140,47 +140,10 @@ def flops_lines(flops: TokenFlops, max_tokens: int = 1_048_576) -> go.Figure:
     label(figure, tokens[-2], flops.fixed / 1e9, series[2][0], 2, side="below")
     label(figure, tokens[1], flops.decode(tokens[1]) / 1e9, series[0][0], 0, side="above")
     if (cross := flops.decode_crossover) is not None and tokens[0] < cross < tokens[-1]:
-        _mark(figure, cross, flops.fixed / 1e9, "bottom right")
+        mark_crossing(figure, cross, flops.fixed / 1e9, "bottom right")
     figure.update_layout(title="Attention overtakes everything else", showlegend=False)
     return figure
 
 
 def _doublings(max_tokens: int) -> list[int]:
     return [1024 * 2**i for i in range(32) if 1024 * 2**i <= max_tokens]
-
-
-def _lines_over_context(
-    tokens: list[int], series: Sequence[tuple[str, list[float], int, str]], unit: str
-) -> go.Figure:
-    """Draw lines over a logarithmic context axis: name, values, colour and dash of each."""
-    figure = go.Figure()
-    for name, values, color, dash in series:
-        figure.add_scatter(
-            x=tokens,
-            y=values,
-            mode="lines",
-            name=name,
-            line={"color": COLORS[color], "dash": dash, "width": 3},
-            hovertemplate="%{x:,} tokens: %{y:.3g} " + unit + "<extra>" + name + "</extra>",
-        )
-    figure.update_xaxes(
-        type="log",
-        title="context, tokens (logarithmic)",
-        range=[log10(tokens[0]), log10(tokens[-1]) + 0.05],
-        tickvals=[1024, 4096, 16384, 65536, 262144, 1048576],
-        ticktext=["1 Ki", "4 Ki", "16 Ki", "64 Ki", "256 Ki", "1 Mi"],
-    )
-    return figure
-
-
-def _mark(figure: go.Figure, tokens: int, value: float, side: str) -> None:
-    """Put a dot with its number of tokens where two lines cross."""
-    figure.add_scatter(
-        x=[tokens],
-        y=[value],
-        mode="markers+text",
-        text=[f"{tokens:,} tokens"],
-        textposition=side,
-        marker={"symbol": "circle", "size": 11, "color": "#000000"},
-        hoverinfo="skip",
-    )

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kimik3_lab.teaching.plots import COLORS, label
+from kimik3_lab.teaching.plots_context import lines_over_context, mark_crossing
 
 __all__ = ["DIVERGING", "decode_traffic_lines", "exponent_lines", "gate_curves", "state_step"]
 
@@ -217,23 +218,7 @@ def decode_traffic_lines(
         ("MLA rows, read", [n * bytes_per_token / 1e9 for n in tokens], 3, "dash"),
         ("KDA state, read and written", [state / 1e9] * len(tokens), 2, "dot"),
     )
-    figure = go.Figure()
-    for name, values, color, dash in series:
-        figure.add_scatter(
-            x=tokens,
-            y=values,
-            mode="lines",
-            name=name,
-            line={"color": COLORS[color], "dash": dash, "width": 3},
-            hovertemplate="%{x:,} tokens: %{y:.3g} GB<extra>" + name + "</extra>",
-        )
-    figure.update_xaxes(
-        type="log",
-        title="context, tokens (logarithmic)",
-        range=[log10(tokens[0]), log10(tokens[-1]) + 0.05],
-        tickvals=[1024, 4096, 16384, 65536, 262144, 1048576],
-        ticktext=["1 Ki", "4 Ki", "16 Ki", "64 Ki", "256 Ki", "1 Mi"],
-    )
+    figure = lines_over_context(tokens, series, "GB")
     figure.update_yaxes(
         type="log", title="GB moved per token", range=[log10(0.02), log10(50)],
         tickvals=[0.1, 1, 10],
@@ -243,14 +228,6 @@ def decode_traffic_lines(
     figure.layout.annotations[-1].update(xshift=24, yshift=-6)
     label(figure, tokens[-3], state / 1e9, series[2][0], 2, side="below")
     if tokens[0] < cross < tokens[-1]:
-        figure.add_scatter(
-            x=[cross],
-            y=[state / 1e9],
-            mode="markers+text",
-            text=[f"{cross:,} tokens"],
-            textposition="bottom right",
-            marker={"symbol": "circle", "size": 11, "color": "#000000"},
-            hoverinfo="skip",
-        )
+        mark_crossing(figure, cross, state / 1e9, "bottom right")
     figure.update_layout(title="What a decoded token moves for its own memory", showlegend=False)
     return figure
