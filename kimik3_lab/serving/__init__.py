@@ -6,6 +6,7 @@ here. Lessons 07 to 10 use it.
 
 from __future__ import annotations
 
+from kimik3_lab.serving.async_scheduler import AsyncScheduler, make_scheduler
 from kimik3_lab.serving.config import CacheConfig, SchedulerConfig
 from kimik3_lab.serving.engine import Engine, EngineStats, Executor, GenerationResult
 from kimik3_lab.serving.outputs import (
@@ -20,6 +21,7 @@ from kimik3_lab.serving.request import Request, RequestStatus, SamplingParams
 from kimik3_lab.serving.scheduler import Scheduler
 
 __all__ = [
+    "AsyncScheduler",
     "CacheConfig",
     "CachedRequestData",
     "Engine",
@@ -36,4 +38,5 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerOutput",
     "SchedulerStats",
+    "make_scheduler",
 ]

@@ -1,4 +1,4 @@
-"""Which requests are refused at the door, with the numbers and the knobs to change.
+"""What is refused at the door, with the numbers and the knobs to change.
 
 Needs the standard library only. The server turns the message into an HTTP 400 (lesson 10). vLLM
 refuses too long prompts in ``vllm/v1/engine/input_processor.py`` and, at start-up, a cache that
@@ -7,11 +7,45 @@ cannot hold ``max_model_len`` tokens; here a small cache is allowed, so each req
 
 from __future__ import annotations
 
+from kimik3_lab.serving.budget import TokenBudget
 from kimik3_lab.serving.config import CacheConfig, SchedulerConfig
-from kimik3_lab.serving.kv_cache_manager import cdiv
+from kimik3_lab.serving.kv_cache_capacity import blocks_per_request
 from kimik3_lab.serving.request import Request, RequestStatus
 
-__all__ = ["check_can_finish"]
+__all__ = ["check_can_finish", "check_configs"]
+
+
+def check_configs(config: SchedulerConfig, cache_config: CacheConfig) -> None:
+    """Refuse settings under which a request could wait for ever, or a state would be lost.
+
+    Verification may pass one block boundary and leave the state there behind, not two.
+
+    A chunk inside a prompt ends on a block boundary, unless no budget could ever hold a block. The
+    room for a request's own drafts is not part of that rule, so a budget that is a block without
+    it and less with it would never hold one (vLLM 0.28 and later accept that).
+
+    Raises
+    ------
+    ValueError
+        If so; the message has the numbers.
+    """
+    if cache_config.mamba_cache_mode != "align":
+        return
+    k = config.num_speculative_tokens
+    if cache_config.block_size < k + 1:
+        raise ValueError(
+            f"one state is kept at a block boundary for each verification (speculative_states="
+            f"{cache_config.speculative_states!r}): block_size={cache_config.block_size} must be "
+            f"at least 1 + num_speculative_tokens = {k + 1}"
+        )
+    size, alone = cache_config.block_size, TokenBudget(config).remaining
+    if alone < size <= config.scheduled_token_limit:
+        raise ValueError(
+            f"a prompt that is alone gets {alone} tokens of a step, less than block_size={size}, "
+            f"and so would never begin: raise max_num_batched_tokens="
+            f"{config.max_num_batched_tokens} by {size - alone}, or set max_num_scheduled_tokens "
+            f"below {size}"
+        )
 
 
 def check_can_finish(
@@ -50,10 +84,7 @@ shorten the prompt or raise max_model_len
             f"request {request.request_id}: a prompt of {request.num_prompt_tokens} tokens and one "
             f"output token exceed max_model_len={limit}; shorten the prompt or raise max_model_len"
         )
-    # The last token is sampled but never computed. If the others did not fit an empty cache, the
-    # request would be preempted by itself again and again.
-    longest = min(request.num_prompt_tokens + request.max_tokens, limit) - 1
-    num_blocks = cdiv(longest, cache_config.block_size)
+    num_blocks = _most_blocks(request, scheduler_config, cache_config)
     if num_blocks > cache_config.num_usable_blocks:
         raise ValueError(
             f"request {request.request_id}: {request.num_prompt_tokens} prompt tokens with "
@@ -62,3 +93,20 @@ shorten the prompt or raise max_model_len
             f"{cache_config.num_usable_blocks} (num_blocks={cache_config.num_blocks} less the null "
             "block); lower max_tokens or raise num_blocks"
         )
+
+
+def _most_blocks(
+    request: Request, scheduler_config: SchedulerConfig, cache_config: CacheConfig
+) -> int:
+    """Count the blocks that a request may hold at a time.
+
+    If there were fewer, it would preempt itself again and again.
+    """
+    limit, k = scheduler_config.max_model_len, scheduler_config.num_speculative_tokens
+    # The last token is sampled but never computed. Drafts are, and the drafter writes behind them.
+    computed = min(request.num_prompt_tokens + request.max_tokens - 1 + k, limit - 1)
+    slots = min(computed + scheduler_config.num_lookahead_tokens, limit)
+    most = blocks_per_request(cache_config, slots, k).total
+    if cache_config.partial_hash_hits:  # a hit inside a block is copied
+        most += cache_config.num_groups
+    return most

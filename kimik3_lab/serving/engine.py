@@ -37,7 +37,9 @@ class Executor(Protocol):
 
     An executor may also have these attributes, which the engine then uses: ``vocab_size`` (a prompt
     with a larger token id is refused), ``eos_token_id`` (the default of :meth:`Engine.generate`),
-    ``max_num_seqs``, ``max_model_len`` and ``cache_config`` (must suit the scheduler's).
+    ``max_num_seqs``, ``max_model_len`` and ``cache_config`` (must suit the scheduler's);
+    ``check_configs(scheduler_config, cache_config)``, which raises ValueError for what it cannot
+    compute; and ``take_draft_token_ids()``, drafts for the next step by request id.
     """
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -92,7 +94,8 @@ class Engine:
     Raises
     ------
     ValueError
-        If the executor was made for fewer seats, a shorter context or another cache.
+        If the executor was made for fewer seats, a shorter context or another cache, or cannot
+        compute what the scheduler would plan.
 
     Examples
     --------
@@ -135,6 +138,9 @@ class Engine:
                 f"the scheduler hands out blocks of {cache}, the executor was made for "
                 f"{getattr(self.executor, 'cache_config', None)}; give both the same CacheConfig"
             )
+        check = getattr(self.executor, "check_configs", None)
+        if check is not None:
+            check(self.scheduler.scheduler_config, cache)
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -193,6 +199,9 @@ class Engine:
             self.scheduler.fail_step(output)
             raise
         news = self.scheduler.update_from_output(output, result)
+        take_drafts = getattr(self.executor, "take_draft_token_ids", None)
+        if take_drafts is not None:
+            self.scheduler.update_draft_token_ids(take_drafts())
         self._num_scheduled_tokens += output.total_num_scheduled_tokens
         self._num_generated_tokens += sum(len(item.new_token_ids) for item in news)
         return news

@@ -26,16 +26,20 @@ __all__ = [
 
 @dataclass(slots=True)
 class NewRequestData:
-    """A request that an executor sees for the first time."""
+    """A request that an executor sees for the first time.
+
+    ``block_ids`` is its whole table in each group, attention groups first. Those of the first
+    ``num_computed_tokens`` tokens were found in the prefix cache.
+    """
 
     req_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    block_ids: list[int]
+    block_ids: tuple[list[int], ...]
     num_computed_tokens: int
 
     @classmethod
-    def from_request(cls, request: Request, block_ids: list[int]) -> NewRequestData:
+    def from_request(cls, request: Request, block_ids: tuple[list[int], ...]) -> NewRequestData:
         """Describe ``request`` as it stands before the step."""
         return cls(
             req_id=request.request_id,
@@ -50,29 +54,17 @@ class NewRequestData:
 class CachedRequestData:
     """What changed for a request that an executor knows.
 
-    ``new_block_ids`` extend the executor's block table. After a preemption
-    (``resumed_from_preemption``) they replace it, the state of the request starts again from zero,
-    and ``all_token_ids`` holds all that is to be computed anew; otherwise it is None, since the
+    ``new_block_ids`` extend the executor's block table of each group. After a preemption
+    (``resumed_from_preemption``) they replace it, the request starts again behind what was found in
+    the prefix cache, and ``all_token_ids`` holds all its tokens; otherwise it is None, since the
     executor has sampled the tokens itself.
     """
 
     req_id: str
     resumed_from_preemption: bool
-    new_block_ids: list[int]
+    new_block_ids: tuple[list[int], ...]
     num_computed_tokens: int
     all_token_ids: list[int] | None = None
-
-    @classmethod
-    def from_request(cls, request: Request, new_block_ids: list[int]) -> CachedRequestData:
-        """Describe ``request`` as it stands before the step."""
-        resumed = request.status is RequestStatus.PREEMPTED
-        return cls(
-            req_id=request.request_id,
-            resumed_from_preemption=resumed,
-            new_block_ids=new_block_ids,
-            num_computed_tokens=request.num_computed_tokens,
-            all_token_ids=request.all_token_ids if resumed else None,
-        )
 
 
 @dataclass(slots=True)
@@ -85,7 +77,15 @@ class SchedulerOutput:
         Tokens of this step for each request. A request's ``num_computed_tokens`` in the two lists
         is its value *before* the step.
     scheduled_spec_decode_tokens : dict of str to list of int
-        Draft tokens to verify, where a drafter is at work.
+        Draft tokens to verify, the last ones of ``num_scheduled_tokens``. -1 is a placeholder: for
+        a draft that only the executor knows (asynchronous scheduling), or for none at all.
+    num_common_prefix_blocks : list of int
+        For each group, blocks at the front of the tables that all running requests share.
+    kv_cache_block_copies : list of tuple of int
+        (source, target) block ids to be copied before the forward pass, in all layers of a group.
+    prefill_checkpoints : dict of str to int
+        Requests whose chunk exports a KDA state from its inside, and the tokens which that state
+        has read. It goes into the column before that of the chunk's last token.
     preempted_req_ids : set of str
         Requests that lost their blocks and their state since the last step; they come back.
     finished_req_ids : set of str
@@ -98,8 +98,13 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    num_common_prefix_blocks: list[int] = field(default_factory=list)
     preempted_req_ids: set[str] = field(default_factory=set)
     finished_req_ids: set[str] = field(default_factory=set)
+    kv_cache_block_copies: list[tuple[int, int]] = field(default_factory=list)
+    prefill_checkpoints: dict[str, int] = field(default_factory=dict)
+    #: The scheduler's own note of whom it has scheduled, in the order of num_scheduled_tokens.
+    scheduled: list[Request] = field(default_factory=list, repr=False, compare=False)
 
 
 @dataclass(slots=True)
@@ -127,6 +132,8 @@ class EngineCoreOutput:
     @classmethod
     def from_request(cls, request: Request, new_token_ids: list[int]) -> EngineCoreOutput:
         """News of ``request`` as it stands after the step."""
+        if request.status is RequestStatus.RUNNING:  # all requests of most steps
+            return cls(request.request_id, new_token_ids, None, None, request.num_computed_tokens)
         return cls(
             request_id=request.request_id,
             new_token_ids=new_token_ids,
@@ -146,10 +153,13 @@ class SchedulerStats:
     """The scheduler at one moment (``vllm.v1.metrics.stats.SchedulerStats``).
 
     ``kv_cache_usage`` is the share of usable blocks that are taken, in [0, 1];
-    ``num_preemptions`` counts from the start.
+    ``num_preemptions`` counts from the start, as do the tokens that were looked up in the prefix
+    cache and those that were found.
     """
 
     num_running_reqs: int
     num_waiting_reqs: int
     kv_cache_usage: float
     num_preemptions: int
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0

@@ -1,80 +1,24 @@
 """A request and what the scheduler knows about its progress.
 
-Needs the standard library only. Lessons 08 and 10 follow a request through its states. Names are
-vLLM's, see ``vllm/v1/request.py`` and ``vllm/sampling_params.py``.
+Needs the standard library only. Lessons 08 to 10 follow a request through its states. Names are
+vLLM's, see ``vllm/v1/request.py``.
 
 One number carries the progress: ``num_computed_tokens``. There is no prefill phase and no decode
 phase. A request whose ``num_computed_tokens`` is behind ``num_tokens`` needs the difference; that
-difference is a whole prompt at first and one token later on.
+difference is a whole prompt at first and one token later on. Two kinds of tokens that are not
+known yet make it larger: drafts to be verified (``spec_token_ids``), and tokens of a step that is
+still being computed (``num_output_placeholders``, asynchronous scheduling only).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+
+from kimik3_lab.serving.sampling_params import SamplingParams, checked_token_ids
 
 __all__ = ["Request", "RequestStatus", "SamplingParams"]
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How output tokens are chosen and when a request ends.
-
-    Parameters
-    ----------
-    max_tokens : int
-        Most output tokens, at least 1.
-    temperature : float
-        0 takes the most probable token; otherwise logits are divided by it.
-    top_p : float
-        In (0, 1]: only the smallest set of tokens with at least this probability is drawn from.
-    seed : int or None
-        Makes the draws repeatable, whatever else is in the batch. In [0, 2**63).
-    ignore_eos : bool
-        Go on after the end-of-sequence token, for benchmarks of a fixed length.
-    stop_token_ids : sequence of int
-        Further tokens that end the request; the token itself is kept in the output.
-
-    Raises
-    ------
-    ValueError
-        If a value is out of range.
-
-    Examples
-    --------
-    >>> SamplingParams(max_tokens=4).greedy
-    True
-    """
-
-    max_tokens: int = 16
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    ignore_eos: bool = False
-    stop_token_ids: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        if type(self.max_tokens) is not int or self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be an integer of at least 1, got {self.max_tokens}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
-            raise ValueError(
-                f"temperature must be a number of at least 0 (0 is greedy), got {self.temperature}"
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
-            raise ValueError(f"seed must be None or an integer in [0, 2**63), got {self.seed!r}")
-        object.__setattr__(
-            self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)
-        )
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most probable token is taken and nothing is drawn."""
-        return self.temperature == 0.0
 
 
 class RequestStatus(enum.IntEnum):
@@ -133,10 +77,31 @@ class Request:
 
     Attributes
     ----------
+    num_tokens : int
+        Tokens known so far, prompt and output.
     num_computed_tokens : int
-        Tokens whose cache entries exist, counting those that the current step computes.
+        Tokens whose cache entries exist, counting those that the current step computes. Drafts
+        count as soon as they are scheduled; the rejected ones are taken off again.
     output_token_ids : list of int
         What has been generated; kept when the request is preempted.
+    spec_token_ids : list of int
+        Draft tokens that the next step is to verify.
+    num_output_placeholders : int
+        Tokens that steps in flight will sample, drafts among them (asynchronous scheduling).
+    num_in_flight_tokens : int
+        Scheduled tokens whose step has not been answered yet.
+    num_stale_output_tokens : int
+        In-flight tokens that were scheduled before the request was preempted. What they bring is
+        still delivered, but moves no counter.
+    is_prefill_chunk : bool
+        Whether the last scheduled step ended before the last known token.
+    block_hashes : list of bytes
+        One for each full hash block, see :mod:`kimik3_lab.serving.block_hash`.
+    shared_prefix_boundary : int
+        Where another sequence was seen to leave the prefix that both share, 0 if nowhere: a KDA
+        state is worth keeping there (vLLM calls it the Marconi junction).
+    cache_salt : str or None
+        Part of the hashes: only requests with the same salt share blocks.
 
     Raises
     ------
@@ -153,13 +118,23 @@ class Request:
     __slots__ = (
         "_all_token_ids",
         "arrival_time",
+        "block_hashes",
+        "cache_salt",
         "eos_token_id",
+        "is_prefill_chunk",
+        "max_tokens",
         "num_computed_tokens",
+        "num_in_flight_tokens",
+        "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_stale_output_tokens",
+        "num_tokens",
         "priority",
         "request_id",
         "sampling_params",
+        "shared_prefix_boundary",
+        "spec_token_ids",
         "status",
         "stop_reason",
     )
@@ -174,6 +149,7 @@ class Request:
         eos_token_id: int | None = None,
         arrival_time: float = 0.0,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         params = sampling_params or SamplingParams()
         if max_tokens is not None:
@@ -183,15 +159,26 @@ class Request:
         self.eos_token_id = eos_token_id
         self.arrival_time = arrival_time
         self.priority = priority
+        self.cache_salt = cache_salt
+        self.max_tokens = params.max_tokens
 
-        self._all_token_ids = list(_token_ids("prompt_token_ids", prompt_token_ids))
+        self._all_token_ids = list(checked_token_ids("prompt_token_ids", prompt_token_ids))
         self.num_prompt_tokens = len(self._all_token_ids)
         if not self._all_token_ids:
             raise ValueError(f"request {request_id}: the prompt is empty, it needs one token")
+        self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
+
+        self.spec_token_ids: list[int] = []
+        self.num_output_placeholders = 0
+        self.num_in_flight_tokens = 0
+        self.num_stale_output_tokens = 0
+        self.is_prefill_chunk = False
+        self.block_hashes: list[bytes] = []
+        self.shared_prefix_boundary = 0
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -211,17 +198,24 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
-        return len(self._all_token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens known so far, prompt and output."""
-        return len(self._all_token_ids)
+    def num_tokens_with_spec(self) -> int:
+        """Tokens known so far and the drafts behind them."""
+        return self.num_tokens + len(self.spec_token_ids)
 
     @property
-    def max_tokens(self) -> int:
-        """Most output tokens."""
-        return self.sampling_params.max_tokens
+    def prefill_end(self) -> int:
+        """Where prefill ends: behind the prompt, or before the last token when it is resumed.
+
+        A request that lost its cache computes its output tokens anew as if they were a prompt.
+        """
+        return max(self.num_prompt_tokens, self.num_tokens - 1)
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens ``start`` to ``stop``, a copy."""
+        return self._all_token_ids[start:stop]
 
     @property
     def is_finished(self) -> bool:
@@ -235,14 +229,17 @@ class Request:
         (``vllm/v1/core/sched/utils.py``, ``check_stop``).
         """
         params = self.sampling_params
+        eos_token_id = None if params.ignore_eos else self.eos_token_id
+        limit = min(max_model_len, self.num_prompt_tokens + self.max_tokens)
         for count, token_id in enumerate(token_ids, start=1):
             self._all_token_ids.append(token_id)
-            if token_id == self.eos_token_id and not params.ignore_eos:
+            self.num_tokens += 1
+            if token_id == eos_token_id:
                 self.status = RequestStatus.FINISHED_STOPPED
             elif token_id in params.stop_token_ids:
                 self.status = RequestStatus.FINISHED_STOPPED
                 self.stop_reason = token_id
-            elif self.num_output_tokens >= params.max_tokens or self.num_tokens >= max_model_len:
+            elif self.num_tokens >= limit:
                 self.status = RequestStatus.FINISHED_LENGTH_CAPPED
             else:
                 continue
@@ -254,12 +251,3 @@ class Request:
             f"Request({self.request_id!r}, {self.status.name}, computed "
             f"{self.num_computed_tokens} of {self.num_prompt_tokens}+{self.num_output_tokens})"
         )
-
-
-def _token_ids(name: str, ids: Iterable[int]) -> tuple[int, ...]:
-    """Return ``ids`` as a tuple, refusing what cannot be a token id."""
-    ids = tuple(ids)
-    for token_id in ids:
-        if type(token_id) is not int or token_id < 0:
-            raise ValueError(f"{name} must be non-negative integers, got {token_id!r}")
-    return ids

@@ -4,30 +4,38 @@ Needs the standard library only. Lesson 08 builds it up and lesson 09 adds specu
 rules are vLLM V1's, see ``vllm/v1/core/sched/scheduler.py``.
 
 The whole policy fits in a few sentences. A step has a budget of tokens. Running requests are served
-first, in order; each takes what it lacks (``num_tokens - num_computed_tokens``) as far as the
-budget goes. If blocks run out, the request at the end of the running list loses its own and will be
+first, in order; each takes what it lacks (known tokens, and drafts to verify) as far as the budget
+goes. If blocks run out, the request at the end of the running list loses its own and will be
 computed anew. Only if nobody lost blocks in this step, waiting requests take seats and the rest of
-the budget. Prefill and decode are not told apart, so a step mixes both.
+the budget, each behind the prefix that is cached already. Prefill and decode are not told apart, so
+a step mixes both. Drafts count as computed until the result says which of them were wrong.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
 from itertools import islice
 
-from kimik3_lab.serving import outputs
-from kimik3_lab.serving.admission import check_can_finish
+from kimik3_lab.serving.chunking import Chunking
 from kimik3_lab.serving.config import CacheConfig, SchedulerConfig
-from kimik3_lab.serving.kv_cache_manager import KVCacheManager
-from kimik3_lab.serving.outputs import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
+from kimik3_lab.serving.outputs import SchedulerOutput
+from kimik3_lab.serving.prefill_cadence import PrefillCadence
 from kimik3_lab.serving.request import Request, RequestStatus
+from kimik3_lab.serving.request_book import RequestBook
+from kimik3_lab.serving.step_plan import StepPlan
 
 __all__ = ["Scheduler"]
 
 
-class Scheduler:
+class Scheduler(RequestBook):
     """Plans steps and books their results (``vllm.v1.core.sched.scheduler.Scheduler``).
+
+    Requests come and go by :meth:`add_request`, :meth:`abort` and :meth:`update_from_output` of the
+    :class:`~kimik3_lab.serving.request_book.RequestBook`.
+
+    Parameters
+    ----------
+    scheduler_config, cache_config, refuse_starvation
+        See :class:`~kimik3_lab.serving.request_book.RequestBook`.
 
     Examples
     --------
@@ -40,63 +48,18 @@ class Scheduler:
     {'a': 2, 'b': 3}
     """
 
-    def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> None:
-        self.scheduler_config = scheduler_config
-        self.cache_config = cache_config
-        self.kv_cache_manager = KVCacheManager(cache_config)
-        self.requests: dict[str, Request] = {}  # all that have not ended
-        self.waiting: OrderedDict[str, Request] = OrderedDict()  # anyone leaves in constant time
-        self.running: list[Request] = []
-        self.num_preemptions = 0
-        self._static_batch: set[str] = set()
-        # What the executor has not been told yet.
-        self._preempted_req_ids: set[str] = set()
-        self._finished_req_ids: set[str] = set()
-
-    # -- requests come and go ----------------------------------------------------------------
-
-    def add_request(self, request: Request) -> None:
-        """Put ``request`` at the end of the waiting queue.
-
-        Raises ValueError if its id is in use or if it could never be computed to its end
-        (:func:`~kimik3_lab.serving.admission.check_can_finish`).
-        """
-        if request.request_id in self.requests:
-            raise ValueError(f"request id {request.request_id!r} is in use by another request")
-        check_can_finish(request, self.scheduler_config, self.cache_config)
-        self.requests[request.request_id] = request
-        self.waiting[request.request_id] = request
-
-    def abort(self, request_id: str) -> EngineCoreOutput | None:
-        """End a request for its client. Returns its last news, None if there is no such request."""
-        return next(iter(self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)), None)
-
-    def finish_requests(
-        self, request_ids: Iterable[str], status: RequestStatus
-    ) -> list[EngineCoreOutput]:
-        """End requests from outside with a finished ``status``; ids of no request are passed over.
-
-        Returns the last news of each request that was ended.
-        """
-        ended = [self.requests[i] for i in dict.fromkeys(request_ids) if i in self.requests]
-        for request in ended:
-            request.status = status
-        self._release(ended)
-        return [EngineCoreOutput.from_request(request, []) for request in ended]
-
-    def _release(self, ended: list[Request]) -> None:
-        """Take back what ended requests hold. Linear in the running list if one of them ran."""
-        ran = False
-        for request in ended:
-            self.kv_cache_manager.free(request)
-            del self.requests[request.request_id]
-            ran |= self.waiting.pop(request.request_id, None) is None
-            self._static_batch.discard(request.request_id)
-            self._finished_req_ids.add(request.request_id)
-        if ran:
-            self.running = [request for request in self.running if not request.is_finished]
-
-    # -- one step ----------------------------------------------------------------------------
+    def __init__(
+        self,
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig,
+        *,
+        refuse_starvation: bool = True,
+    ) -> None:
+        super().__init__(scheduler_config, cache_config, refuse_starvation=refuse_starvation)
+        self._num_seats = scheduler_config.active_seqs_limit
+        self._chunking = Chunking(scheduler_config, cache_config)
+        self._cadence = PrefillCadence(scheduler_config.prefill_schedule_interval)
+        self._batch: list[Request] = []
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step and book it: ``num_computed_tokens`` moves on at once.
@@ -105,145 +68,152 @@ class Scheduler:
         or give it up with :meth:`fail_step`. Then every step while :meth:`has_requests` is true
         holds at least one token, so all requests come to their end.
         """
-        output = SchedulerOutput()
-        budget = self.scheduler_config.max_num_batched_tokens
+        self.kv_cache_manager.new_step_starts()
+        self._chunking.new_step_starts(len(self.requests))
+        self._cadence.new_step_starts(self.running)
+        plan = StepPlan(self.scheduler_config)
         num_preemptions = self.num_preemptions
-        budget = self._schedule_running(output, budget)
+        prefills = self._schedule_running(plan)
         if self.num_preemptions == num_preemptions:
-            self._schedule_waiting(output, budget)
+            prefills |= self._schedule_waiting(plan, prefills=prefills)
+        self._cadence.step_ends(executes=bool(plan.output.scheduled), prefills=prefills)
+        return self._finish_plan(plan.output)
 
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            self.requests[request_id].num_computed_tokens += num_tokens
-        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
-        output.preempted_req_ids, self._preempted_req_ids = self._preempted_req_ids, set()
-        output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
-        return output
-
-    def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
-        """Serve the running requests in order. Returns the budget left."""
-        index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            num_new_tokens = self._num_new_tokens(request, budget)
-            if num_new_tokens == 0:  # its last token has not come back yet
-                index += 1
+    def _schedule_running(self, plan: StepPlan) -> bool:
+        """Serve the running requests in order. Returns whether one of them is inside its prompt."""
+        config, running, budget = self.scheduler_config, self.running, plan.budget
+        num_new_tokens_of, holds_prefills = self._chunking.running, self._cadence.holds
+        manager = self.kv_cache_manager
+        allocate_slots = manager.allocate_slots
+        prefills, index = False, 0
+        while index < len(running) and budget.remaining > 0:
+            request = running[index]
+            index += 1
+            if request.num_output_placeholders and _ends_in_flight(request):
                 continue
-            new_block_ids = self.kv_cache_manager.allocate_slots(request, num_new_tokens)
-            while new_block_ids is None:
-                # Requests that this step already serves stand before the victim and are safe.
-                victim = self.running.pop()
+            if holds_prefills and request.is_prefill_chunk:
+                continue
+            num_new_tokens = num_new_tokens_of(request, budget.remaining)
+            if num_new_tokens == 0:  # its last token has not come back yet, or no block fits
+                continue
+            while (block_ids := allocate_slots(request, num_new_tokens)) is None:
+                position = self._victim()
+                victim = running.pop(position)
+                was_scheduled = plan.take_back(victim)
+                if was_scheduled and config.forget_unscheduled_hashes:
+                    manager.forget_uncomputed(victim, victim.num_computed_tokens)
+                # The place of the next request, which was computed wrongly once (#49097).
+                index -= position < index if config.exact_preemption_index else was_scheduled
                 self._preempt(victim)
                 if victim is request:
-                    return budget
-                new_block_ids = self.kv_cache_manager.allocate_slots(request, num_new_tokens)
-            data = outputs.CachedRequestData.from_request(request, new_block_ids)
-            output.scheduled_cached_reqs.append(data)
-            output.num_scheduled_tokens[request.request_id] = num_new_tokens
-            budget -= num_new_tokens
-            index += 1
-        return budget
-
-    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
-        """Give seats and the rest of the budget to waiting requests, first come, first served."""
-        config = self.scheduler_config
-        static = config.batching == "static"
-        if static and not self._static_batch:  # the last batch has ended: draw the next one
-            self._static_batch.update(islice(self.waiting, config.max_num_seqs))
-        while self.waiting and budget > 0 and len(self.running) < config.max_num_seqs:
-            request = next(iter(self.waiting.values()))
-            if static and request.request_id not in self._static_batch:
+                    break
+            if block_ids is not None:
+                prefills |= request.is_prefill_chunk
+                plan.go_on(request, num_new_tokens, block_ids)
+            elif not config.continue_after_self_preemption:
                 break
-            num_new_tokens = self._num_new_tokens(request, budget)
-            block_ids = self.kv_cache_manager.allocate_slots(
-                request, num_new_tokens, full_sequence_must_fit=True
-            )
-            if block_ids is None:
-                break  # nobody overtakes
-            self.waiting.popitem(last=False)
-            self.running.append(request)
-            if request.status is RequestStatus.PREEMPTED:
-                resumed = outputs.CachedRequestData.from_request(request, block_ids)
-                output.scheduled_cached_reqs.append(resumed)
-            else:
-                new = outputs.NewRequestData.from_request(request, block_ids)
-                output.scheduled_new_reqs.append(new)
-            request.status = RequestStatus.RUNNING
-            output.num_scheduled_tokens[request.request_id] = num_new_tokens
-            budget -= num_new_tokens
+        return prefills
 
-    def _num_new_tokens(self, request: Request, budget: int) -> int:
-        """Tokens that ``request`` lacks, cut by the threshold and by the budget."""
-        num_new_tokens = request.num_tokens - request.num_computed_tokens
-        threshold = self.scheduler_config.long_prefill_token_threshold
-        if 0 < threshold < num_new_tokens:
-            num_new_tokens = threshold
-        return min(num_new_tokens, budget)
+    def _schedule_waiting(self, plan: StepPlan, *, prefills: bool) -> bool:
+        """Give seats and the rest of the budget to waiting requests, in the order of the policy.
 
-    def _preempt(self, request: Request) -> None:
-        """Preempt by recompute: blocks go, output tokens stay, first in the waiting queue."""
-        self.kv_cache_manager.free(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
-        self._preempted_req_ids.add(request.request_id)
-
-    # -- the result of a step ----------------------------------------------------------------
-
-    def update_from_output(
-        self, output: SchedulerOutput, result: ModelRunnerOutput
-    ) -> list[EngineCoreOutput]:
-        """Book the sampled tokens of a step and end the requests that are done.
-
-        Returns news of each request that has a new token, in the order of the step. Requests that
-        were aborted while the step ran are passed over.
+        Returns whether one of them begins a prompt.
         """
-        sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
-        news, ended = [], []
-        for request_id in output.num_scheduled_tokens:
-            request = self.requests.get(request_id)
-            # A request that is not running has taken the id of one that was aborted meanwhile.
-            if request is None or request.status is not RequestStatus.RUNNING:
+        config, manager, budget = self.scheduler_config, self.kv_cache_manager, plan.budget
+        num_decodes, begins_prompts = len(plan.output.scheduled), False
+        passed_over: list[Request] = []
+        members = self._static_batch() if config.batching == "static" else None
+        while self.waiting and budget.remaining > 0 and len(self.running) < self._num_seats:
+            request = self.waiting.peek_request()
+            if members is not None and request.request_id not in members:
+                if not members:
+                    break
+                passed_over.append(self.waiting.pop_request())
                 continue
-            new_token_ids = request.append_output_token_ids(
-                sampled[request_id], self.scheduler_config.max_model_len
+            if request.num_stale_output_tokens:  # what is in flight might be sampled twice
+                passed_over.append(self.waiting.pop_request())
+                continue
+            hit = manager.get_computed_blocks(request)
+            num_hit_tokens = hit.num_tokens if hit else 0
+            request.shared_prefix_boundary = hit.shared_prefix_boundary if hit else 0
+            begins_prompt = num_hit_tokens < request.num_tokens - 1
+            if begins_prompt and self._cadence.holds:
+                break
+            chunk = self._chunking.waiting(
+                request,
+                num_hit_tokens,
+                budget.remaining,
+                num_decodes=num_decodes,
+                prefills=prefills,
             )
-            if new_token_ids:
-                news.append(EngineCoreOutput.from_request(request, new_token_ids))
-            if request.is_finished:
-                ended.append(request)
-        self._release(ended)
-        return news
+            if chunk is None or not manager.allocate_slots(
+                request,
+                chunk.num_tokens,
+                hit,
+                full_sequence_must_fit=config.scheduler_reserve_full_isl,
+                keep_watermark=bool(self.running),
+            ):
+                break  # nobody overtakes
+            self.waiting.pop_request()
+            if members is not None:
+                members.remove(request.request_id)
+            request.num_computed_tokens = num_hit_tokens
+            manager.record_admission(request)
+            plan.begin(request, chunk, manager.get_block_ids(request.request_id))
+            request.status = RequestStatus.RUNNING
+            self.running.append(request)
+            begins_prompts |= begins_prompt
+        for request in reversed(passed_over):
+            self.waiting.prepend_request(request)
+        self._cadence.admission_ends(len(self.waiting) - len(passed_over))
+        return begins_prompts
 
-    def fail_step(self, output: SchedulerOutput) -> list[EngineCoreOutput]:
-        """Give up a step that could not be executed: its requests end with ``error``.
+    def _static_batch(self) -> set[str]:
+        """Members of the static batch that have no seat; draws the next batch if the last is over.
 
-        Nobody knows what the executor heard before it failed, so the next step says it again.
+        Nobody joins a batch, so its members can be told by identity: a later request of the same id
+        is another one.
         """
-        self._preempted_req_ids |= output.preempted_req_ids
-        self._finished_req_ids |= output.finished_req_ids
-        return self.finish_requests(output.num_scheduled_tokens, RequestStatus.FINISHED_ERROR)
+        batch = [r for r in self._batch if self.requests.get(r.request_id) is r]
+        if not batch:
+            batch = list(islice(self.waiting, self.scheduler_config.max_num_seqs))
+        self._batch = batch
+        return {r.request_id for r in batch if r.status is not RequestStatus.RUNNING}
 
-    # -- questions ---------------------------------------------------------------------------
+    def _victim(self) -> int:
+        """Position of the running request that must give way: the last one, or the least urgent."""
+        if self.scheduler_config.policy == "fcfs":
+            return len(self.running) - 1
+        urgency = [(request.priority, request.arrival_time) for request in self.running]
+        return urgency.index(max(urgency))
 
-    def has_requests(self) -> bool:
-        """Whether any request has not ended."""
-        return bool(self.requests)
+    def _finish_plan(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Add what the executor must know besides, and take all that is planned for computed."""
+        manager = self.kv_cache_manager
+        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+        if self.running:
+            first = self.running[0].request_id
+            output.num_common_prefix_blocks = manager.get_num_common_prefix_blocks(first)
+        if self.cache_config.prefill_checkpoints == "internal":
+            output.prefill_checkpoints = manager.get_prefill_checkpoints(output.scheduled)
+        output.kv_cache_block_copies = manager.take_kv_cache_block_copies()
+        output.preempted_req_ids, self._preempted_req_ids = self._preempted_req_ids, set()
+        output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
+        self._update_after_schedule(output)
+        return output
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests without a seat, preempted ones included."""
-        return len(self.waiting)
+    def _update_after_schedule(self, output: SchedulerOutput) -> None:
+        """Move on what was scheduled; drafts that turn out wrong will be taken back."""
+        counts = output.num_scheduled_tokens.values()
+        for request, num_tokens in zip(output.scheduled, counts, strict=True):
+            computed = request.num_computed_tokens + num_tokens
+            request.num_computed_tokens = computed
+            request.num_in_flight_tokens += num_tokens
+            known = request.num_tokens + request.num_output_placeholders
+            request.is_prefill_chunk = computed < known
 
-    @property
-    def num_running(self) -> int:
-        """Requests with a seat."""
-        return len(self.running)
 
-    def make_stats(self) -> outputs.SchedulerStats:
-        """Count requests and blocks at this moment."""
-        usage = self.kv_cache_manager.usage
-        counts = self.num_running, self.num_waiting
-        return outputs.SchedulerStats(*counts, usage, self.num_preemptions)
+def _ends_in_flight(request: Request) -> bool:
+    """Whether the steps in flight are sure to bring the last token, all drafts rejected."""
+    sure = request.num_computed_tokens + 2 - request.num_output_placeholders
+    return sure >= request.num_prompt_tokens + request.max_tokens

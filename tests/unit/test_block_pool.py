@@ -66,28 +66,28 @@ def test_a_request_gets_exactly_the_blocks_its_tokens_need(num_tokens: int) -> N
     for token in range(num_tokens):
         assert manager.allocate_slots(request, 1) is not None
         request.num_computed_tokens = token + 1
-    table = manager.get_block_ids("r")
+    table = manager.get_block_ids("r")[0]
     assert len(table) == cdiv(num_tokens, 16)
     assert len(set(table)) == len(table)
     manager.free(request)
     assert manager.block_pool.get_num_free_blocks() == 8
-    assert manager.get_block_ids("r") == []
+    assert manager.get_block_ids("r") == ([],)
 
 
 def test_a_failed_allocation_changes_nothing() -> None:
     manager = KVCacheManager(CacheConfig(num_blocks=4, block_size=4))
     request = Request("r", [5] * 16)
-    assert manager.allocate_slots(request, 6) == [1, 2]
+    assert manager.allocate_slots(request, 6) == ([1, 2],)
     request.num_computed_tokens = 6
     assert manager.allocate_slots(request, 10) is None
-    assert manager.get_block_ids("r") == [1, 2]
+    assert manager.get_block_ids("r") == ([1, 2],)
     assert manager.usage == pytest.approx(2 / 3)
-    assert manager.allocate_slots(request, 6) == [3]
+    assert manager.allocate_slots(request, 6) == ([3],)
 
 
 def test_admission_looks_at_the_whole_prompt_and_takes_only_the_chunk() -> None:
     manager = KVCacheManager(CacheConfig(num_blocks=4, block_size=4))
     long, short = Request("long", [5] * 13), Request("short", [5] * 12)
     assert manager.allocate_slots(long, 4, full_sequence_must_fit=True) is None
-    assert manager.allocate_slots(short, 4, full_sequence_must_fit=True) == [1]
+    assert manager.allocate_slots(short, 4, full_sequence_must_fit=True) == ([1],)
     assert manager.block_pool.get_num_free_blocks() == 2

@@ -215,3 +215,35 @@ def test_an_executor_that_does_not_suit_the_scheduler_is_refused(
     setattr(executor, attribute, value)
     with pytest.raises(ValueError, match=message):
         make(executor)
+
+
+def test_an_executor_may_refuse_what_it_cannot_compute() -> None:
+    class Plain(CountingExecutor):
+        def check_configs(self, scheduler_config: SchedulerConfig, cache: CacheConfig) -> None:
+            if cache.enable_prefix_caching:
+                raise ValueError("no prefix caching here")
+
+    make(Plain())
+    caching = CacheConfig(17, 4, enable_prefix_caching=True)
+    with pytest.raises(ValueError, match="no prefix caching here"):
+        Engine(Scheduler(SchedulerConfig(2, 64, 64), caching), Plain())
+
+
+def test_drafts_of_the_executor_are_verified_in_the_next_step() -> None:
+    class Drafting(CountingExecutor):
+        def take_draft_token_ids(self) -> dict[str, list[int]]:
+            return {req_id: [8, 9] for req_id in self.calls[-1].num_scheduled_tokens}
+
+        def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
+            self.calls.append(output)
+            return ModelRunnerOutput(
+                list(output.num_scheduled_tokens), [[7] for _ in output.num_scheduled_tokens]
+            )
+
+    config = SchedulerConfig(2, 64, 64, speculative_method="ngram", num_speculative_tokens=2)
+    executor = Drafting()
+    engine = Engine(Scheduler(config, CACHE), executor)
+    (result,) = engine.generate([[5, 5]], SamplingParams(max_tokens=3), progress=False)
+    assert result.token_ids == [7, 7, 7]
+    counts = [output.num_scheduled_tokens["generate-0"] for output in executor.calls]
+    assert counts == [2, 3, 3]  # the prompt, then a token and two drafts that are rejected

@@ -104,11 +104,11 @@ def test_a_request_is_sent_whole_once_and_then_by_its_changes() -> None:
     add(scheduler, 30)
     first, _ = step(scheduler)
     (new,) = first.scheduled_new_reqs
-    assert (new.req_id, new.prompt_token_ids, new.block_ids) == ("r0", [9] * 30, [1, 2])
+    assert (new.req_id, new.prompt_token_ids, new.block_ids) == ("r0", [9] * 30, ([1, 2],))
     assert (new.num_computed_tokens, first.scheduled_cached_reqs) == (0, [])
     second, _ = step(scheduler)
     (cached,) = second.scheduled_cached_reqs
-    assert (cached.num_computed_tokens, cached.new_block_ids) == (20, [])
+    assert (cached.num_computed_tokens, cached.new_block_ids) == (20, ([],))
     assert not cached.resumed_from_preemption
     assert second.scheduled_new_reqs == []
     assert second.total_num_scheduled_tokens == 10
@@ -173,7 +173,7 @@ def test_the_last_running_request_is_preempted_and_computed_anew() -> None:
     (resumed,) = output.scheduled_cached_reqs
     assert resumed.resumed_from_preemption
     assert (resumed.req_id, resumed.all_token_ids) == ("r1", [9, 9, 9, 9, 7])
-    assert (resumed.num_computed_tokens, len(resumed.new_block_ids)) == (0, 2)
+    assert (resumed.num_computed_tokens, len(resumed.new_block_ids[0])) == (0, 2)
     assert output.num_scheduled_tokens == {"r1": 5, "late0": 1}
     assert victim.output_token_ids == [7, 7]
     run(scheduler)
@@ -189,7 +189,7 @@ def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
     assert output.preempted_req_ids == {"r1"}
     assert output.scheduled_new_reqs == []
     assert free_blocks(scheduler) == 1  # small0 would have fitted
-    assert list(scheduler.waiting) == ["r1", "small0"]
+    assert [request.request_id for request in scheduler.waiting] == ["r1", "small0"]
 
 
 def test_a_request_that_is_last_itself_gives_way() -> None:

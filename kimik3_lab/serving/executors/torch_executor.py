@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from kimik3_lab.reference.model import K3ForCausalLM
-from kimik3_lab.serving.config import CacheConfig
+from kimik3_lab.serving.config import CacheConfig, SchedulerConfig
 from kimik3_lab.serving.executors.paged_cache import PagedCache, Segment, StepMetadata
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
 from kimik3_lab.serving.executors.sampler import make_generator, sample
@@ -107,6 +107,20 @@ class TorchExecutor:
         """Longest sequence that the model was made for."""
         return self.model.config.max_position_embeddings
 
+    def check_configs(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> None:
+        """Refuse plans that this executor cannot compute, naming the knob."""
+        for knob, value in (
+            ("enable_prefix_caching", cache_config.enable_prefix_caching),
+            ("num_kda_groups", cache_config.num_kda_groups),
+            ("speculative_method", scheduler_config.speculative_method),
+            ("async_scheduling", scheduler_config.async_scheduling),
+        ):
+            if value:
+                raise ValueError(
+                    f"{knob}={value!r}: this executor keeps one KDA state for each request, in a "
+                    "slot, and computes only tokens that are known; leave the knob at its default"
+                )
+
     # -- a step ------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -174,7 +188,7 @@ class TorchExecutor:
             state = _RequestState(list(new.prompt_token_ids), params, make_generator(params))
             self._requests[new.req_id] = state
             started.append(self._start(new.req_id, new.num_computed_tokens))
-            self._add_blocks(state, new.block_ids)
+            self._add_blocks(state, new.block_ids[0])
             starts[new.req_id] = new.num_computed_tokens
         for cached in output.scheduled_cached_reqs:
             state = self._requests[cached.req_id]
@@ -182,7 +196,7 @@ class TorchExecutor:
                 assert cached.all_token_ids is not None
                 state.token_ids = list(cached.all_token_ids)
                 started.append(self._start(cached.req_id, cached.num_computed_tokens))
-            self._add_blocks(state, cached.new_block_ids)
+            self._add_blocks(state, cached.new_block_ids[0])
             starts[cached.req_id] = cached.num_computed_tokens
         self.cache.reset_slots(started)
         return starts
