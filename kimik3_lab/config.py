@@ -141,36 +141,36 @@ class K3Config:
 
     @classmethod
     def tiny(cls) -> K3Config:
-        """Return a K3 for a laptop: every mechanism, small widths, about 2.4 M parameters.
+        """Return a K3 for a laptop: every mechanism, small widths, 13.6 M parameters.
 
-        As in the release the first layer is dense, the last two layers are both MLA, and the last
-        attention-residual block is a partial one. ``kv_lora_rank`` and ``qk_rope_head_dim`` keep
-        their released values because vLLM's MLA kernels accept few others.
+        ``data/tiny-k3`` has this shape. As in the release three of four layers are KDA, the first
+        layer is dense, the last two layers are both MLA, and the last attention-residual block is
+        a partial one. ``kv_lora_rank`` and ``qk_rope_head_dim`` keep their released values because
+        vLLM's MLA kernels accept few others.
         """
-        layers = 7
+        layers, full_attn = 13, (4, 8, 12, 13)
         return cls(
-            vocab_size=1024,
-            hidden_size=128,
+            vocab_size=2048,
+            hidden_size=192,
             num_hidden_layers=layers,
-            intermediate_size=256,
+            intermediate_size=512,
             max_position_embeddings=2048,
             bos_token_id=0,
             eos_token_id=1,
             pad_token_id=2,
             linear_attn_config=LinearAttentionConfig(
-                num_heads=2,
-                head_dim=32,
-                kda_layers=tuple(range(1, layers - 1)),
-                full_attn_layers=(layers - 1, layers),
+                num_heads=3,
+                head_dim=64,
+                kda_layers=tuple(n for n in range(1, layers + 1) if n not in full_attn),
+                full_attn_layers=full_attn,
             ),
             num_attention_heads=2,
             q_lora_rank=96,
             attn_res_block_size=3,
-            num_experts=16,
+            num_experts=32,
             num_experts_per_token=4,
-            moe_intermediate_size=32,
-            routed_expert_hidden_size=64,
-            expert_dtype="bf16",
+            moe_intermediate_size=64,
+            routed_expert_hidden_size=96,
         )
 
     @classmethod
@@ -195,6 +195,7 @@ class K3Config:
             num_experts_per_token=2,
             moe_intermediate_size=32,
             routed_expert_hidden_size=32,
+            expert_dtype="bf16",
         )
 
     # -- derived facts -----------------------------------------------------------------------

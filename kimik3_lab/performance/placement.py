@@ -192,7 +192,7 @@ def possible_layouts(config: K3Config, max_gpus: int = 32) -> Iterator[Layout]:
     Examples
     --------
     >>> [layout.name for layout in possible_layouts(K3Config.tiny())]
-    ['TP1', 'TP2', 'TP2 + EP2', 'DP2 + EP2', 'DP4 + EP4', 'DP8 + EP8', 'DP16 + EP16']
+    ['TP1', 'DP2 + EP2', 'DP4 + EP4', 'DP8 + EP8', 'DP16 + EP16', 'DP32 + EP32']
     """
     size = 1
     while size <= max_gpus:

@@ -14,6 +14,8 @@ Lessons 01 to 06 read one file each; the engine of lesson 10 runs all of it.
 ``mixer``               the seam between what is per token and what looks back in time
 ``model``               :class:`~kimik3_lab.reference.model.K3ForCausalLM`, all layers together
 ``state``               what one sequence keeps between steps, and the mixer over it
+``batch``               the mixer of equally long sequences side by side
+``balancing``           quantile balancing of the selection bias, and how evenly experts load
 ``checkpoint``          released tensor names to a model and back
 ``initialization``      random weights for small members of the family
 ``drafter``             DSpark, which drafts a block of tokens in one pass
@@ -21,16 +23,20 @@ Lessons 01 to 06 read one file each; the engine of lesson 10 runs all of it.
 ``drafter_checkpoint``  its tensors to a drafter and back
 ``rope``                rotary positions with YaRN, which only the drafter has
 ``speculative``         which drafted tokens to keep, without changing what comes out
+``evaluation``          bits per byte of text, and decoding with drafts
 ======================  ========================================================================
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "balancing",
+    "batch",
     "checkpoint",
     "drafter",
     "drafter_checkpoint",
     "drafter_layers",
+    "evaluation",
     "initialization",
     "kda",
     "kda_chunked",

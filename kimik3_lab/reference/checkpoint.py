@@ -88,7 +88,7 @@ def load(
     >>> from kimik3_lab.paths import default_model_dir
     >>> model = load(default_model_dir())
     >>> model.config.num_hidden_layers, model.dtype
-    (7, torch.float32)
+    (13, torch.float32)
     """
     folder = Path(path)
     config = K3Config.load(folder)
@@ -138,7 +138,7 @@ def open_tensors(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
     >>> from kimik3_lab.paths import default_model_dir
     >>> with ExitStack() as files:
     ...     open_tensors(default_model_dir(), files)["lm_head.weight"].shape
-    (1024, 128)
+    (2048, 192)
     """
     index = folder / INDEX_FILE
     if index.is_file():

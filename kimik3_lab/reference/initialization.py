@@ -1,7 +1,6 @@
 """Random weights for small members of the family: untrained, but every mechanism is at work.
 
-Needs torch. ``tools/make_tiny_k3.py`` makes ``data/tiny-k3`` with it; tests and lessons make their
-own models.
+Needs torch. Tests and lessons make models of their own with it; training starts from it too.
 
 The released ``initializer_range`` of 0.02 belongs to the released width: there a matrix multiplies
 the length of its input by ``0.02 * sqrt(7168)`` = 1.7. At width 128 the same 0.02 would shrink it

@@ -7,6 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -284,21 +285,27 @@ def check_gpu() -> Check:
 
 
 def check_model(folder: Path | None = None) -> Check:
-    """Compare the header of the tiny K3's weights with the tensors that its config asks for."""
+    """Compare the headers of the tiny K3's weights with the tensors that its config asks for."""
     from safetensors import SafetensorError, safe_open
 
     mend = "get the file again: 'git checkout -- data/tiny-k3'"
     try:
         folder = default_model_dir() if folder is None else folder
-        for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        index = folder / "model.safetensors.index.json"
+        shards = ["model.safetensors"]
+        if index.is_file():
+            shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        for name in ("config.json", *shards, "tokenizer.json"):
             if not (folder / name).is_file():
                 return Check("tiny K3", "FAIL", f"no {name} in {_shown(folder)}", mend)
         config = K3Config.load(folder)
-        with safe_open(folder / "model.safetensors", framework="np") as file:
-            # Slices know their type and shape; no weight is read.
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            found = {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
-    except (OSError, ValueError, SafetensorError) as error:
+        found = {}
+        for shard in shards:
+            with safe_open(folder / shard, framework="np") as file:
+                # Slices know their type and shape; no weight is read.
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                found |= {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         return Check("tiny K3", "FAIL", str(error), mend)
     wanted = {t.name: (t.dtype, t.shape) for t in checkpoint_tensors(config, prefix="")}
     if found != wanted:

@@ -11,12 +11,13 @@ state belongs to which request, what is projected, convolved, gated, routed and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kimik3_lab.reference import kda
+from kimik3_lab.reference import kda, mxfp4
 from kimik3_lab.reference.norms import rms_norm
 from kimik3_lab.reference.residuals import mix
 
@@ -26,6 +27,7 @@ __all__ = [
     "fused_recurrent_kda",
     "fused_recurrent_kda_packed_decode",
     "routed_experts",
+    "unpacked_experts",
 ]
 
 #: Slot of the cache that belongs to nobody: vLLM points rows there that only pad a batch.
@@ -237,3 +239,36 @@ def routed_experts(
         y = activation(z[rows] @ w13[expert_id].T) @ w2[expert_id].T
         total[rows] += y.float() * weights[rows, choice, None].float()
     return total
+
+
+def unpacked_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Turn each pair ``*.weight_packed`` and ``*.weight_scale`` into one ``*.weight``, bfloat16.
+
+    The two may come in either order and from different files; other weights pass through.
+
+    Raises
+    ------
+    ValueError
+        If one of a pair never comes.
+
+    Examples
+    --------
+    >>> packed, scale = mxfp4.quantize(torch.full((1, 32), 3.0))
+    >>> pairs = [("w1.weight_scale", scale), ("norm", scale), ("w1.weight_packed", packed)]
+    >>> [(name, weight[0, 0].item()) for name, weight in unpacked_experts(pairs)]
+    [('norm', 126), ('w1.weight', 3.0)]
+    """
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, weight in weights:
+        base, _, part = name.rpartition("_")
+        if not base.endswith(".weight") or part not in ("packed", "scale"):
+            yield name, weight
+            continue
+        pair = waiting.setdefault(base, {})
+        pair[part] = weight
+        if len(pair) == 2:
+            del waiting[base]
+            yield base, mxfp4.dequantize(pair["packed"], pair["scale"], torch.bfloat16)
+    if waiting:
+        name, pair = next(iter(waiting.items()))
+        raise ValueError(f"{name} came with {next(iter(pair))} only: an expert needs both parts")

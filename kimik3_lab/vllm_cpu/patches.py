@@ -24,6 +24,7 @@ def model_class() -> type:
     _accept_large_mla_blocks()
     _keep_linear_weights()
     _zero_the_right_blocks()
+    _unpack_experts()
     return linear.KimiLinearForCausalLM
 
 
@@ -144,3 +145,20 @@ def _zero_the_right_blocks() -> None:
                     cache[block_id * per_block : (block_id + 1) * per_block] = 0
 
     _put(CPUModelRunner, _zero_block_ids=_zero_block_ids)
+
+
+def _unpack_experts() -> None:
+    """Unpack MXFP4 experts while they are read: the CPU build has no kernel for four bits.
+
+    vLLM takes the packed form for GPUs only, and in a flat checkpoint not even there. Unpacked
+    values are exact in bfloat16 and float32.
+    """
+    from vllm.models.kimi_k3.amd import linear
+
+    load = linear.KimiLinearForCausalLM.load_weights
+
+    def load_weights(self: Any, weights: Any) -> Any:
+        return load(self, kernels.unpacked_experts(weights))
+
+    if load.__module__ == linear.__name__:  # not yet replaced
+        _put(linear.KimiLinearForCausalLM, load_weights=load_weights)

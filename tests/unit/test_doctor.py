@@ -177,6 +177,24 @@ class TestModel:
         assert found.status == "FAIL"
         assert "tensors are not as config.json says" in found.detail
 
+    def test_shards(self, folder: Path) -> None:
+        """As released and as the tiny K3 lies there: several files, and their index."""
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+        save_file(
+            {"surprise": np.zeros(2, np.float32)}, folder / "model-00002-of-00002.safetensors"
+        )
+        index = folder / "model.safetensors.index.json"
+        shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+        index.write_text(json.dumps({"weight_map": {"a": shards[0], "b": shards[1]}}))
+        found = doctor.check_model(folder)
+        assert found.status == "FAIL" and "first surprise" in found.detail
+        index.write_text(json.dumps({"weight_map": {"a": shards[0]}}))
+        assert doctor.check_model(folder).status == "OK"
+        (folder / shards[0]).unlink()
+        assert shards[0] in doctor.check_model(folder).detail
+        index.write_text("{}")
+        assert doctor.check_model(folder).status == "FAIL"
+
     def test_bad_config(self, folder: Path) -> None:
         (folder / "config.json").write_text("{")
         found = doctor.check_model(folder)

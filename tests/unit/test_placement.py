@@ -78,7 +78,7 @@ def test_layouts_that_divide():
     [
         (lambda: rank_weights(RELEASED, Layout(5)), "96 KDA heads; the nearest that does is TP4"),
         (lambda: rank_weights(RELEASED, Layout(64)), "the nearest that does is TP32"),
-        (lambda: rank_weights(TINY, Layout(1, 3, True)), "16 experts; the nearest .* is 2"),
+        (lambda: rank_weights(TINY, Layout(1, 3, True)), "32 experts; the nearest .* is 2"),
         (lambda: Layout(8, 2), r"use Layout\(1, 2, expert_parallel=True\)"),
         (lambda: Layout(0), "1 or more, got tensor 0"),
     ],
@@ -199,7 +199,7 @@ def test_bytes_and_floor_of_a_step(batch, experts, state, total, b300, h200):
 def test_experts_that_random_picks_hit():
     draw, trials, batch = random.Random(0), 200, 6
     hits = sum(
-        len({e for _ in range(batch) for e in draw.sample(range(16), 4)}) for _ in range(trials)
+        len({e for _ in range(batch) for e in draw.sample(range(32), 4)}) for _ in range(trials)
     )
     assert hits / trials == pytest.approx(distinct_experts(TINY, batch), rel=0.02)
     assert distinct_experts(TINY, 0) == 0

@@ -70,7 +70,8 @@ def test_forward_equals_a_second_implementation(config: K3Config, seed: int, cou
 
 
 def test_state_dict_is_the_checkpoint(tiny: K3ForCausalLM) -> None:
-    specs = {spec.name: spec.shape for spec in checkpoint_tensors(TINY, prefix="")}
+    unpacked = dataclasses.replace(TINY, expert_dtype="bf16")
+    specs = {spec.name: spec.shape for spec in checkpoint_tensors(unpacked, prefix="")}
     assert {name: tuple(value.shape) for name, value in tiny.state_dict().items()} == specs
 
 
@@ -241,12 +242,13 @@ def test_state_has_the_shapes_of_the_configuration(tiny: K3ForCausalLM) -> None:
     tiny(tokens(1, TINY), mixer)
     state = mixer.state
     assert state.num_tokens == 8
+    kda, mla = (0, 1, 2, 4, 5, 6, 8, 9, 10), (3, 7, 11, 12)
     assert {i: tuple(t.shape) for i, t in state.recurrent.items()} == dict.fromkeys(
-        range(5), (2, 32, 32)
+        kda, (3, 64, 64)
     )
-    assert {i: tuple(t.shape) for i, t in state.conv.items()} == dict.fromkeys(range(5), (192, 3))
-    assert {i: tuple(t.shape) for i, t in state.latent.items()} == dict.fromkeys((5, 6), (8, 576))
-    assert state.nbytes == 8 * (5 * (2 * 32 * 32 + 192 * 3) + 2 * 8 * 576)
+    assert {i: tuple(t.shape) for i, t in state.conv.items()} == dict.fromkeys(kda, (576, 3))
+    assert {i: tuple(t.shape) for i, t in state.latent.items()} == dict.fromkeys(mla, (8, 576))
+    assert state.nbytes == 8 * (9 * (3 * 64 * 64 + 576 * 3) + 4 * 8 * 576)
 
 
 def test_num_tokens_counts_when_the_last_layer_is_kda() -> None:

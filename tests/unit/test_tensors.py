@@ -76,8 +76,8 @@ def test_flat_layout_drops_the_prefix_only():
 
 
 def test_both_expert_formats_hold_the_same_weights():
-    bf16 = K3Config.tiny()
-    mxfp4 = dataclasses.replace(bf16, expert_dtype="mxfp4")
+    mxfp4 = K3Config.tiny()
+    bf16 = dataclasses.replace(mxfp4, expert_dtype="bf16")
     count = {c.expert_dtype: Counter() for c in (bf16, mxfp4)}
     for config in (bf16, mxfp4):
         for spec in checkpoint_tensors(config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -265,8 +266,8 @@ def test_bad_arguments_are_refused(model: K3ForCausalLM) -> None:
     with pytest.raises(ValueError, match="max_num_seqs"):
         TorchExecutor(model, CacheConfig(4), 0)
     engine = make_engine(model)
-    with pytest.raises(ValueError, match="vocabulary of 1024"):
-        engine.add_request(Request("r", [1024]))
+    with pytest.raises(ValueError, match="vocabulary of 2048"):
+        engine.add_request(Request("r", [2048]))
 
 
 def test_an_executor_that_cannot_follow_the_scheduler_is_refused(model: K3ForCausalLM) -> None:
@@ -277,6 +278,24 @@ def test_an_executor_that_cannot_follow_the_scheduler_is_refused(model: K3ForCau
         make_engine(model, max_model_len=2049)
     with pytest.raises(ValueError, match="num_blocks=8"):
         Engine(scheduler, TorchExecutor(model, CacheConfig(9), 4))
+
+
+@pytest.mark.parametrize(
+    ("knob", "config", "cache"),
+    [
+        ("enable_prefix_caching", {}, {"enable_prefix_caching": True}),
+        ("num_kda_groups", {}, {"num_kda_groups": 1}),
+        ("speculative_method", {"speculative_method": "ngram", "num_speculative_tokens": 2}, {}),
+        ("async_scheduling", {"async_scheduling": True}, {}),
+    ],
+)
+def test_plans_that_it_cannot_compute_are_refused(
+    model: K3ForCausalLM, knob: str, config: dict[str, Any], cache: dict[str, Any]
+) -> None:
+    cache_config = CacheConfig(8, **cache)
+    scheduler = Scheduler(SchedulerConfig(2, 64, 128, **config), cache_config)
+    with pytest.raises(ValueError, match=knob):
+        Engine(scheduler, TorchExecutor(model, cache_config, 2))
 
 
 # -- parts -------------------------------------------------------------------------------------

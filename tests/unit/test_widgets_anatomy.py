@@ -31,13 +31,18 @@ def test_heatmap_puts_every_share_in_its_row():
     reads = list(residual_reads(TINY))
     shares = [[round((i + 1) / 100, 2)] * read.sources for i, read in enumerate(reads)]
     heatmap = plots_anatomy_run.residual_heatmap(reads, shares, TINY.attn_res_block_size).data[0]
-    assert list(heatmap.y) == ["embedding", "layers 0 to 2", "layers 3 to 5", "running sum"]
+    assert list(heatmap.y) == [
+        "embedding",
+        *(f"layers {first} to {first + 2}" for first in (0, 3, 6, 9)),
+        "running sum",
+    ]
     assert list(heatmap.x)[:3] == ["a0", "f0", "a1"]
     assert heatmap.x[-1] == "out"
     for column, share in enumerate(shares):
         drawn = [row[column] for row in heatmap.z if not math.isnan(row[column])]
         assert drawn == share
         assert heatmap.z[-1][column] == share[-1]  # the running sum is always on top
+        assert heatmap.text[-1][column] == f"{100 * share[-1]:.0f}"
     with pytest.raises(ValueError, match="got 1 weights, expected 2"):
         plots_anatomy_run.residual_heatmap(reads, [share[:1] for share in shares], 3)
 

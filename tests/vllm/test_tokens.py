@@ -30,7 +30,10 @@ def test_answers_do_not_hang_on_the_model_saying_one_thing(answers: list[Answer]
     """A model that repeats a token, or is sure of it, would agree with anything."""
     tokens = [token for a in answers for token in a.tokens]
     assert len(set(tokens)) > len(tokens) / 3
-    assert all(-12.0 < logprob < -0.01 for a in answers for logprob in a.logprobs)
+    logprobs = [logprob for a in answers for logprob in a.logprobs]
+    # The tiny K3 is trained, and may well be sure of a token now and then.
+    assert min(logprobs) > -12.0
+    assert sum(logprob > -0.01 for logprob in logprobs) < len(logprobs) / 4
 
 
 def test_epsilons_are_those_of_the_configuration(engine: VllmEngine, folder: Path) -> None:

@@ -43,6 +43,7 @@ def interleaved_config() -> K3Config:
         num_shared_experts=1,
         first_k_dense_replace=2,
         routed_scaling_factor=2.5,
+        expert_dtype="bf16",  # the tiny K3 has MXFP4
     )
 
 

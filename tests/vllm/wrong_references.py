@@ -25,11 +25,7 @@ from kimik3_lab.reference.rope import rotate, yarn_frequencies
 from kimik3_lab.reference.state import SequenceMixer
 
 #: What the norm behind it hides, unless the checkpoint is made to show it: see vllm_checkpoints.
-HIDDEN_IN_TINY_K3 = {
-    "mla_epsilon_1e_6",
-    "weights_not_renormalized",
-    "routed_scaling_factor_doubled",
-}
+HIDDEN_IN_TINY_K3 = {"mla_epsilon_1e_6"}
 
 Mutation = Callable[[K3ForCausalLM], type[SequenceMixer] | None]
 WRONG: dict[str, Mutation] = {}

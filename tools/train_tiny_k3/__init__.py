@@ -1,0 +1,1 @@
+"""Train the tiny K3 and its drafter on Python's standard library: see README.md here."""
