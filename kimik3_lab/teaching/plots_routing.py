@@ -46,7 +46,7 @@ def sorted_loads(loads: Mapping[str, Sequence[float]]) -> go.Figure:
             hovertemplate="%{y:.2f} times the fair share<extra>" + name + "</extra>",
         )  # fmt: skip
         label(figure, 1, shares[0], name, index, side="right" if index == 0 else "below")
-        figure.layout.annotations[-1].update(xanchor="left")
+        figure.layout.annotations[-1].update(xanchor="left", yshift=8 if index == 0 else -22)
     figure.add_hline(y=1, line={"color": "#777777", "width": 1, "dash": "dot"})
     figure.update_xaxes(title="experts of the layer, busiest first", range=[0.4, experts + 0.6])
     figure.update_yaxes(title="load / fair share", rangemode="tozero")
