@@ -11,5 +11,23 @@ choice of configuration) stands ``<operator>_kernel.py`` (the Triton code and no
 from __future__ import annotations
 
 from k3_kernels.attn_res import attn_res
+from k3_kernels.kda_conv import kda_conv
+from k3_kernels.kda_decode import kda_decode
+from k3_kernels.kda_prefill import kda_prefill
+from k3_kernels.kda_records import KDARecords
+from k3_kernels.kda_recover import kda_recover
+from k3_kernels.moe import moe_experts
+from k3_kernels.moe_weights import BF16Experts, MXFP4Experts, pack_mxfp4
 
-__all__ = ["attn_res"]
+__all__ = [
+    "BF16Experts",
+    "KDARecords",
+    "MXFP4Experts",
+    "attn_res",
+    "kda_conv",
+    "kda_decode",
+    "kda_prefill",
+    "kda_recover",
+    "moe_experts",
+    "pack_mxfp4",
+]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_runs_here", "check_tensor", "load_kernels", "on_device"]
+__all__ = ["check_integers", "check_runs_here", "check_tensor", "load_kernels", "on_device"]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -97,6 +97,34 @@ def check_tensor(
         )
     if output and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), shape, strict=True)):
         raise ValueError(f"{where} is an expanded view whose rows share memory: pass a real buffer")
+
+
+def check_integers(
+    operator: str, name: str, tensor: Any, shape: tuple[int, ...], *, like: torch.Tensor
+) -> None:
+    """Refuse anything but a contiguous int32 or int64 tensor of a shape, on the device of ``like``.
+
+    Raises
+    ------
+    TypeError
+        If it is not a tensor of integers.
+    ValueError
+        If the shape, the device or the strides do not fit.
+    """
+    where = f"k3_kernels.{operator}: {name}"
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{where} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{where} is {tensor.dtype}, expected int32 or int64")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{where} has shape {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.device != like.device:
+        raise ValueError(f"{where} is on {tensor.device}, expected {like.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{where} has strides {list(tensor.stride())}, expected it contiguous: "
+            "call .contiguous() first"
+        )
 
 
 def check_runs_here(operator: str, kernel: Any, *tensors: torch.Tensor | None) -> None:

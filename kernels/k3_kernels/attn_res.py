@@ -35,20 +35,33 @@ every scheduler issues in every clock; a multiprocessor's share of 4.3 TB/s deli
 masked up to 8192; sums taken lane by lane before they are reduced across lanes; and few warps,
 because every warp repeats the reductions. On one tile of 8192 with eight warps it is 6 800.
 
-*Few tokens (no more than one per multiprocessor): latency.* Copies into shared memory run ahead of
-the arithmetic (``stages``) and the prefix is asked for together with them. What remains is mostly
-arithmetic, 6 000 clocks on eight warps: one token keeps one multiprocessor busy while 131 idle.
-Splitting a token over several of them would need a second launch, because the mix waits for the
-logits of whole rows. Asking for all eight blocks at once was expected to be best and is not: an
-H200 took 10.1 us for it and 8.4 us with two rows in flight.
+*Few tokens (no more than one per multiprocessor): latency.* One token keeps one multiprocessor busy
+while 131 idle, and what it waits for is arithmetic, 6 000 clocks on eight warps, and one reduction
+a source. Two remedies, of which the measurement chooses:
+
+- two launches (``slice_h``). The first takes the sums of all logits, with a program for each slice
+  of a token; the second has asked for the blocks while the first ran (``pdl``), waits for the sums,
+  and only has to mix. An H200 needs 4.6 us for one token and 5.5 for 16, against 7.9 and 8.0 of
+  one program a token that takes block after block.
+- all blocks in registers at once, as bfloat16, and several of them taken into the mix together
+  (``stages`` 0 and ``group``): one reduction a group. 5.6 us for one token, 6.7 for 64, where two
+  launches do not fit side by side any more and take 8.2.
+
+Copies into shared memory that run ahead (``stages`` above 1) help less: two rows in flight 7.9 us,
+eight 10.1. Reading the blocks a second time from the cache, so that all sums can be taken in one
+reduction, was expected to be best and takes 6.1.
 
 *Many tokens: bandwidth.* A program waits at its start and end whatever it does, so at least two
 share a multiprocessor (at most 255 registers a thread with 4 warps, and 114 kB of shared memory
 each), each with two rows in flight. At 4.3 TB/s a multiprocessor needs about 33 bytes a
 nanosecond, so a latency of 1 us asks for 33 kB in flight; this gives 57 kB. More was no faster.
 
-The constants come from these counts, from the compiler's register report and from one sweep on an
-H200: ``python -m benchmarks attn_res --sweep``.
+*Launched early* (``pdl``): the kernel is scheduled while the one before it still runs and waits for
+its end before it reads anything, which hides most of a launch, 0.6 to 0.8 us.
+
+The constants come from these counts, from the compiler's register report and from sweeps on an
+H200, ``python -m benchmarks.tune_attn_res``; without a table for the device, from
+:func:`choose_config`.
 """
 
 from __future__ import annotations
@@ -58,6 +71,7 @@ from functools import partial
 
 import torch
 
+from k3_kernels import tuned
 from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
 
 __all__ = ["MAX_HIDDEN_SIZE", "AttnResConfig", "attn_res", "choose_config"]
@@ -74,12 +88,33 @@ _SHARED_BYTES = 232_448 - 4_096
 
 @dataclass(frozen=True)
 class AttnResConfig:
-    """Compile-time constants of one launch; fields are described in :mod:`k3_kernels.attn_res`."""
+    """Constants of a call; :mod:`k3_kernels.attn_res` describes what they are for.
+
+    Attributes
+    ----------
+    block_h, num_warps
+        Elements of a piece of a row, and warps of the program that owns a token.
+    stages
+        ``stages - 1`` groups of blocks are on their way while one is worked on; 0 asks for all
+        blocks at the start and keeps them in registers.
+    preload
+        Whether prefix, delta and norm weight are asked for at the start too.
+    group
+        Blocks that are taken into the mix together.
+    pdl
+        Launch while the kernel before still runs (compute capability 9.0 and later).
+    slice_h, slice_warps
+        Two launches; columns and warps of a program of the first. 0 columns: one launch.
+    """
 
     block_h: int
     num_warps: int
     stages: int
     preload: bool
+    group: int = 1
+    pdl: bool = False
+    slice_h: int = 0
+    slice_warps: int = 4
 
     def constants(
         self, n_blocks: int, hidden_size: int, has_delta: bool, store_prefix: bool
@@ -91,15 +126,25 @@ class AttnResConfig:
             "HAS_DELTA": has_delta,
             "STORE_PREFIX": store_prefix,
             "BLOCK_H": self.block_h,
+            "GROUP": self.group,
+            "LOG_GROUP": (self.group - 1).bit_length(),
             "STAGES": self.stages,
             "PRELOAD": self.preload,
+            "PDL": self.pdl,
         }
+
+    def options(self, num_warps: int) -> dict[str, int | bool]:
+        """Return the options of a launch."""
+        options: dict[str, int | bool] = {"num_warps": num_warps}
+        if self.pdl:
+            options["launch_pdl"] = True
+        return options
 
 
 def choose_config(
     num_tokens: int, n_blocks: int, hidden_size: int, itemsize: int = 2
 ) -> AttnResConfig:
-    """Choose the constants for a shape.
+    """Choose constants by rule, for a device or shape that has not been measured.
 
     Parameters
     ----------
@@ -111,9 +156,10 @@ def choose_config(
     Examples
     --------
     >>> choose_config(1, 8, 7168)
-    AttnResConfig(block_h=1024, num_warps=8, stages=3, preload=True)
-    >>> choose_config(8192, 8, 7168)
-    AttnResConfig(block_h=1024, num_warps=4, stages=3, preload=False)
+    AttnResConfig(block_h=1024, num_warps=8, stages=3, preload=True, group=1, pdl=False, \
+slice_h=0, slice_warps=4)
+    >>> choose_config(8192, 8, 7168).num_warps
+    4
     """
     latency = num_tokens <= _LATENCY_TOKENS
     block_h = min(1024, max(16, _power_of_two(hidden_size)))
@@ -128,6 +174,18 @@ def choose_config(
     # A preloaded prefix, delta and norm weight want registers that longer rows do not leave.
     preload = latency and hidden_size <= 8192
     return AttnResConfig(block_h, num_warps, in_flight + 1, preload)
+
+
+def _config(
+    num_tokens: int, n_blocks: int, hidden_size: int, prefix: torch.Tensor
+) -> AttnResConfig:
+    itemsize = prefix.element_size()
+    measured = None
+    if itemsize == 2:  # measured in bfloat16; float32 rows need twice the registers
+        measured = tuned.lookup("attn_res", f"H={hidden_size}", num_tokens, prefix.device)
+    if measured:
+        return AttnResConfig(**measured)
+    return choose_config(num_tokens, n_blocks, hidden_size, itemsize)
 
 
 def _power_of_two(number: int) -> int:
@@ -180,7 +238,7 @@ def attn_res(
         itself, or the bank's next free row ``bank[n, :T]``, which stores a block at no cost.
         Apart from that, outputs must not overlap inputs.
     config
-        Constants of the launch; None asks :func:`choose_config`. For benchmarks.
+        Constants of the call; None takes measured ones, or :func:`choose_config`'s.
 
     Returns
     -------
@@ -248,20 +306,41 @@ def attn_res(
     if num_tokens == 0:
         return out, prefix_out
 
-    kernels = load_kernels("attn_res")
-    kernel = kernels.attn_res_kernel
-    check_runs_here("attn_res", kernel, prefix, query, key_norm_weight, norm_weight)
     if config is None:
-        config = choose_config(num_tokens, n_blocks, hidden_size, prefix.element_size())
+        config = _config(num_tokens, n_blocks, hidden_size, prefix)
+    kernels = load_kernels("attn_res_split" if config.slice_h else "attn_res")
+    first = kernels.attn_res_scores_kernel if config.slice_h else kernels.attn_res_kernel
+    check_runs_here("attn_res", first, prefix, query, key_norm_weight, norm_weight)
     # A kernel argument must be a tensor: what the constants switch off is given the prefix instead.
     bank = prefix[None] if blocks is None or n_blocks == 0 else blocks
     addend = prefix if delta is None else delta
+    bank_strides = (bank.stride(0), bank.stride(1))
+    shape = config.constants(n_blocks, hidden_size, delta is not None, store_prefix)
     with on_device(prefix):
-        kernel[(num_tokens,)](
-            out, prefix_out, bank, prefix, addend, query, key_norm_weight, norm_weight,
-            out.stride(0), prefix_out.stride(0), bank.stride(0), bank.stride(1), prefix.stride(0),
-            addend.stride(0), key_eps, norm_eps,
-            **config.constants(n_blocks, hidden_size, delta is not None, store_prefix),
-            COMPUTE=kernels.tl.float32, num_warps=config.num_warps,
+        if not config.slice_h:
+            first[(num_tokens,)](
+                out, prefix_out, bank, prefix, addend, query, key_norm_weight, norm_weight,
+                out.stride(0), prefix_out.stride(0), *bank_strides, prefix.stride(0),
+                addend.stride(0), key_eps, norm_eps,
+                **shape, COMPUTE=kernels.tl.float32, **config.options(config.num_warps),
+            )  # fmt: skip
+            return out, prefix_out
+        slices = -(-hidden_size // config.slice_h)
+        padded = _power_of_two(n_blocks + 1)
+        sums = prefix.new_empty((num_tokens, slices, padded, 2), dtype=torch.float32)
+        first[(num_tokens, slices)](
+            sums, prefix_out, bank, prefix, addend, query, key_norm_weight,
+            prefix_out.stride(0), *bank_strides, prefix.stride(0), addend.stride(0),
+            N_BLOCKS=n_blocks, HIDDEN=hidden_size, HAS_DELTA=delta is not None,
+            STORE_PREFIX=store_prefix, ROWS=padded, SLICE=config.slice_h, PDL=config.pdl,
+            COMPUTE=kernels.tl.float32,
+            **config.options(config.slice_warps),
+        )  # fmt: skip
+        kernels.attn_res_mix_kernel[(num_tokens,)](
+            out, sums, bank, prefix_out, norm_weight, out.stride(0), *bank_strides,
+            prefix_out.stride(0), key_eps, norm_eps,
+            N_BLOCKS=n_blocks, HIDDEN=hidden_size, ROWS=padded, SLICES=slices,
+            BLOCK_H=config.block_h, PDL=config.pdl, COMPUTE=kernels.tl.float32,
+            **config.options(config.num_warps),
         )  # fmt: skip
     return out, prefix_out

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["attn_res_kernel"]
+__all__ = ["attn_res_kernel", "load_row", "load_rows", "store_row"]
 
 
 @triton.jit
@@ -43,36 +43,88 @@ def store_row(ptr, row, HIDDEN: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def fold_source(
-    source,
+def load_rows(ptr, stride, COUNT: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Load COUNT rows, ``stride`` apart."""
+    rows = ()
+    for _ in tl.static_range(COUNT):
+        rows = rows + (load_row(ptr, HIDDEN, BLOCK_H),)
+        ptr += stride
+    return rows
+
+
+@triton.jit
+def sum_each(vectors, COUNT: tl.constexpr, LOG: tl.constexpr):
+    """Sum each of COUNT <= 2 ** LOG vectors; one exchange between threads serves all of them."""
+    level = vectors
+    for _ in tl.static_range(2**LOG - COUNT):
+        level = level + (tl.zeros_like(vectors[0]),)
+    for step in tl.static_range(LOG):
+        joined = ()
+        for pair in tl.static_range(2 ** (LOG - 1 - step)):
+            joined = joined + (tl.join(level[2 * pair], level[2 * pair + 1]),)
+        level = joined
+    sums = (tl.sum(level[0], 0),)
+    for step in tl.static_range(LOG):
+        halves = ()
+        for part in tl.static_range(2**step):
+            first, second = tl.split(sums[part])
+            halves = halves + (first, second)
+        sums = halves
+    return sums
+
+
+@triton.jit
+def fold_sources(
+    sources,
     probe,
     mix,
     highest,
     total,
     eps,
+    FIRST: tl.constexpr,  # there is no mix yet
+    COUNT: tl.constexpr,
+    LOG: tl.constexpr,  # 2 ** LOG is at least COUNT
     HIDDEN: tl.constexpr,
     BLOCK_H: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """One step of the online softmax: take a source into the running mix."""
-    # Lane by lane first: one multiply-add an element, and one reduction a row instead of seven.
-    square = tl.zeros([BLOCK_H], COMPUTE)
-    dot = tl.zeros([BLOCK_H], COMPUTE)
-    for piece in tl.static_range((HIDDEN + BLOCK_H - 1) // BLOCK_H):
-        value = source[piece].to(COMPUTE)
-        square += value * value
-        dot += value * probe[piece]
-    inverse_rms = tl.rsqrt(tl.sum(square, 0) / HIDDEN + eps)
-    logit = tl.sum(dot, 0) * inverse_rms
+    """One step of the online softmax: take COUNT sources into the running mix."""
+    # Lane by lane first: one multiply-add an element, and one reduction a group instead of seven
+    # a row.
+    partial = ()
+    for row in tl.static_range(COUNT):
+        square = tl.zeros([BLOCK_H], COMPUTE)
+        dot = tl.zeros([BLOCK_H], COMPUTE)
+        for piece in tl.static_range((HIDDEN + BLOCK_H - 1) // BLOCK_H):
+            value = sources[row][piece].to(COMPUTE)
+            square += value * value
+            dot += value * probe[piece]
+        partial = partial + (square, dot)
+    sums = sum_each(partial, 2 * COUNT, LOG + 1)
+    new_highest = highest
+    logits = ()
+    for row in tl.static_range(COUNT):
+        inverse_rms = tl.rsqrt(sums[2 * row] / HIDDEN + eps)
+        logit = sums[2 * row + 1] * inverse_rms
+        logits = logits + (logit,)
+        new_highest = tl.maximum(new_highest, logit)
     # `mix` and `total` are relative to the highest logit so far; a higher one rescales them.
-    new_highest = tl.maximum(highest, logit)
-    rescale = tl.exp(highest - new_highest)
-    weight = tl.exp(logit - new_highest)
-    new_mix = ()
-    for piece in tl.static_range((HIDDEN + BLOCK_H - 1) // BLOCK_H):
-        # Values are the sources themselves, not their normalised keys.
-        new_mix = new_mix + (mix[piece] * rescale + source[piece].to(COMPUTE) * weight,)
-    new_total = total * rescale + weight
+    new_total = total
+    new_mix = mix
+    if not FIRST:
+        rescale = tl.exp(highest - new_highest)
+        new_total = total * rescale
+        new_mix = ()
+        for piece in tl.static_range((HIDDEN + BLOCK_H - 1) // BLOCK_H):
+            new_mix = new_mix + (mix[piece] * rescale,)
+    for row in tl.static_range(COUNT):
+        weight = tl.exp(logits[row] - new_highest)
+        new_total += weight
+        added = ()
+        for piece in tl.static_range((HIDDEN + BLOCK_H - 1) // BLOCK_H):
+            # Values are the sources themselves, not their normalised keys.
+            added = added + (new_mix[piece] + sources[row][piece].to(COMPUTE) * weight,)
+        new_mix = added
     return new_mix, new_highest, new_total
 
 
@@ -99,8 +151,11 @@ def attn_res_kernel(
     HAS_DELTA: tl.constexpr,
     STORE_PREFIX: tl.constexpr,
     BLOCK_H: tl.constexpr,  # elements of a piece of a row
-    STAGES: tl.constexpr,  # STAGES - 1 blocks are in flight
+    GROUP: tl.constexpr,  # blocks that are taken into the mix together
+    LOG_GROUP: tl.constexpr,  # 2 ** LOG_GROUP is at least GROUP
+    STAGES: tl.constexpr,  # STAGES - 1 groups are in flight; 0: all blocks are, in registers
     PRELOAD: tl.constexpr,  # ask for prefix, delta and norm weight at the start, not when needed
+    PDL: tl.constexpr,  # launched before the previous kernel has ended: wait for it
     COMPUTE: tl.constexpr,  # tl.float32: everything between load and store
 ):
     """One program computes one token."""
@@ -110,6 +165,11 @@ def attn_res_kernel(
     delta_row = delta_ptr + token * delta_stride
     block_row = blocks_ptr + token * blocks_token_stride
 
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if STAGES == 0:
+        blocks = load_rows(block_row, blocks_stride, N_BLOCKS, HIDDEN, BLOCK_H)
     if PRELOAD:
         # Only started here: nothing waits for them until the blocks have been asked for too.
         prefix = load_row(prefix_row, HIDDEN, BLOCK_H)
@@ -127,12 +187,27 @@ def attn_res_kernel(
         mix = mix + (tl.zeros([BLOCK_H], COMPUTE),)
     highest = -float("inf")
     total = 0.0
-    for _ in tl.range(0, N_BLOCKS, num_stages=STAGES):
-        source = load_row(block_row, HIDDEN, BLOCK_H)
-        block_row += blocks_stride
-        mix, highest, total = fold_source(
-            source, probe, mix, highest, total, key_eps, HIDDEN, BLOCK_H, COMPUTE
-        )
+    if STAGES == 0:
+        for group in tl.static_range(N_BLOCKS // GROUP):
+            sources = ()
+            for row in tl.static_range(GROUP):
+                sources = sources + (blocks[group * GROUP + row],)
+            mix, highest, total = fold_sources(
+                sources, probe, mix, highest, total, key_eps, group == 0, GROUP, LOG_GROUP, HIDDEN,
+                BLOCK_H, COMPUTE,
+            )  # fmt: skip
+        sources = ()
+        for row in tl.static_range(N_BLOCKS % GROUP):
+            sources = sources + (blocks[N_BLOCKS // GROUP * GROUP + row],)
+    else:
+        for _ in tl.range(0, N_BLOCKS // GROUP, num_stages=STAGES):
+            sources = load_rows(block_row, blocks_stride, GROUP, HIDDEN, BLOCK_H)
+            block_row += GROUP * blocks_stride
+            mix, highest, total = fold_sources(
+                sources, probe, mix, highest, total, key_eps, False, GROUP, LOG_GROUP, HIDDEN,
+                BLOCK_H, COMPUTE,
+            )  # fmt: skip
+        sources = load_rows(block_row, blocks_stride, N_BLOCKS % GROUP, HIDDEN, BLOCK_H)
 
     # The live prefix is the last source, so that it and the sublayer's output may arrive late.
     if not PRELOAD:
@@ -149,9 +224,11 @@ def attn_res_kernel(
         live = prefix
     if STORE_PREFIX:
         store_row(prefix_out_ptr + token * prefix_out_stride, live, HIDDEN, BLOCK_H)
-    mix, highest, total = fold_source(
-        live, probe, mix, highest, total, key_eps, HIDDEN, BLOCK_H, COMPUTE
-    )
+    sources = sources + (live,)
+    mix, highest, total = fold_sources(
+        sources, probe, mix, highest, total, key_eps, N_BLOCKS < GROUP, N_BLOCKS % GROUP + 1,
+        LOG_GROUP, HIDDEN, BLOCK_H, COMPUTE,
+    )  # fmt: skip
 
     # The norm of the following sublayer, on the mix in full precision. `mix` still lacks its
     # division by `total`: the scalar takes it, which saves a multiplication an element.

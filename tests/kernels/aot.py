@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -53,12 +54,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler used: registers a thread, stack and local bytes, shared bytes."""
+    """What the compiler used: registers a thread, stack and local bytes, shared bytes.
+
+    ``opcodes`` counts the instructions of the machine code by name, such as ``"HGMMA"``; empty if
+    this Triton brings no disassembler for the target.
+    """
 
     registers: int
     stack: int
     local: int
     shared: int
+    opcodes: dict[str, int]
+
+    @property
+    def instructions(self) -> int:
+        """Length of the machine code, without what only fills it up."""
+        return sum(count for name, count in self.opcodes.items() if name != "NOP")
 
     def programs_per_sm(self, num_warps: int) -> int:
         """Programs that fit one multiprocessor by registers, shared memory and threads."""
@@ -118,19 +129,36 @@ def _compile(row: Row) -> Report:
         target=GPUTarget("cuda", row.capability, 32),
         options={"num_warps": row.num_warps, **row.options},
     )
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         dump = subprocess.run(
-            [tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True
+            [tools / "cuobjdump", "-res-usage", cubin.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        code = subprocess.run(
+            [tools / "nvdisasm", "-c", cubin.name], capture_output=True, text=True, check=False
         )
     usage = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", dump.stdout + dump.stderr))
     if set(usage) != {"REG", "STACK", "LOCAL"}:
         raise ValueError(f"cuobjdump gave no resource usage for {row}: {dump.stdout}{dump.stderr}")
+    # An address in a comment, perhaps a predicate, the name, and behind a dot its variants.
+    opcodes = Counter(
+        re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", code.stdout)
+    )
+    # Triton 3.6 brings a disassembler that is older than its compiler for Blackwell.
+    if not opcodes and "Cannot decode architecture" not in code.stderr:
+        raise ValueError(f"nvdisasm shows no instruction of {row}: {code.stdout}{code.stderr}")
     # Dynamic shared memory is not in the cubin; Triton knows how much it will ask for.
     return Report(
-        int(usage["REG"]), int(usage["STACK"]), int(usage["LOCAL"]), compiled.metadata.shared
+        int(usage["REG"]),
+        int(usage["STACK"]),
+        int(usage["LOCAL"]),
+        compiled.metadata.shared,
+        dict(opcodes),
     )
 
 

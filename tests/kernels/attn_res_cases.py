@@ -21,7 +21,11 @@ RELATIVE_TO_ROW = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """One call. ``scale`` is the size of the activations; at 1e-3 the eps terms matter."""
+    """One call.
+
+    ``scale`` is the size of the activations; at 1e-3 the eps terms matter. ``sharp`` is about the
+    size of the logits; at 60 exp overflows unless the largest is subtracted.
+    """
 
     n_blocks: int
     num_tokens: int
@@ -29,6 +33,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     has_delta: bool = True
     scale: float = 1.0
+    sharp: float = 1.5
     seed: int = 0
 
     def __str__(self) -> str:
@@ -68,6 +73,18 @@ CASES = [
 ]
 
 
+#: Fewer, for each of the ways to launch that the constants can choose.
+FEW_CASES = [
+    *(Case(n, 2, 100, dtype) for n in (8, 0, 1, 3) for dtype in (F32, F16)),
+    *(Case(3, 2, hidden) for hidden in (1, 15, 17, 63, 64, 65, 129)),
+    *(Case(n, 3, 128, F16, has_delta=False) for n in (0, 5)),
+    Case(11, 2, 64),
+    Case(8, 0, 100),
+    Case(5, 2, 100, F32, scale=1e-3),
+    Case(5, 2, 100, F16, scale=1e3),
+]
+
+
 def make_inputs(case: Case, device: str) -> Inputs:
     """Random sources of unequal size, and a query that makes the softmax far from uniform."""
     generator = torch.Generator().manual_seed(case.seed)
@@ -81,8 +98,8 @@ def make_inputs(case: Case, device: str) -> Inputs:
         normal(case.n_blocks, *rows) * sizes[:, None, None],
         normal(*rows) * case.scale,
         normal(*rows) * case.scale,
-        # Logits of about unit size whatever H is.
-        normal(case.hidden) * 1.5 / case.hidden**0.5,
+        # Logits of the same size whatever H is.
+        normal(case.hidden) * case.sharp / case.hidden**0.5,
         1 + 0.3 * normal(case.hidden),
         1 + 0.3 * normal(case.hidden),
     )
@@ -104,7 +121,7 @@ def reference(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs.norm_weight.double() * mix / root, prefix
 
 
-def check(case: Case, device: str, *, row_gap: int = 0) -> None:
+def check(case: Case, device: str, *, row_gap: int = 0, config: object = None) -> None:
     """Run the operator on guarded tensors; AssertionError if it differs from the reference."""
     from k3_kernels import attn_res
 
@@ -118,8 +135,9 @@ def check(case: Case, device: str, *, row_gap: int = 0) -> None:
     out = zone.empty("out", shape, case.dtype)
     prefix_out = zone.empty("prefix_out", shape, case.dtype)
     returned, new_prefix = attn_res(
-        *vars(guarded).values(), key_eps=KEY_EPS, norm_eps=NORM_EPS, out=out, prefix_out=prefix_out
-    )
+        *vars(guarded).values(), key_eps=KEY_EPS, norm_eps=NORM_EPS, out=out, prefix_out=prefix_out,
+        config=config,
+    )  # fmt: skip
     zone.check()
     assert returned is out and new_prefix is prefix_out
     for name, before in vars(plain).items():

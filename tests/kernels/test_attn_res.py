@@ -10,6 +10,7 @@ import pytest
 import torch
 from attn_res_cases import (
     CASES,
+    FEW_CASES,
     KEY_EPS,
     NORM_EPS,
     Case,
@@ -22,7 +23,7 @@ from attn_res_cases import (
 pytest.importorskip("triton", reason="running kernels needs Triton")
 
 from k3_kernels import attn_res
-from k3_kernels.attn_res import MAX_HIDDEN_SIZE, choose_config
+from k3_kernels.attn_res import MAX_HIDDEN_SIZE, AttnResConfig, choose_config
 
 F16, BF16 = torch.float16, torch.bfloat16
 
@@ -39,6 +40,43 @@ def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_equations(case: Case, row_gap: int, regime: str, device: str) -> None:
     check(case, device, row_gap=row_gap)
+
+
+#: Two launches; groups of blocks out of a pipeline; all blocks in registers.
+WAYS = {
+    "two-launches": AttnResConfig(64, 1, 1, preload=True, slice_h=32, slice_warps=1),
+    "groups": AttnResConfig(64, 1, 3, preload=False, group=2),
+    "registers": AttnResConfig(32, 1, 0, preload=True, group=3),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", FEW_CASES, ids=str)
+def test_every_way_equals_the_equations(case: Case, way: str, device: str) -> None:
+    check(case, device, row_gap=24, config=WAYS[way])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [1, 16, 133])
+@pytest.mark.parametrize("way", WAYS)
+def test_launched_early_the_kernels_wait(way: str, tokens: int, device: str) -> None:
+    """Forty calls that feed each other, each launched while the one before it still runs."""
+    inputs = make_inputs(Case(8, tokens, 7168, F16), device)
+    weights = (inputs.query, inputs.key_norm_weight, inputs.norm_weight)
+    wide = {**vars(WAYS[way]), "block_h": 1024, "num_warps": 8, "slice_warps": 4}
+    wide["slice_h"] = 512 if wide["slice_h"] else 0
+
+    def chain(pdl: bool) -> torch.Tensor:
+        config = AttnResConfig(**{**wide, "pdl": pdl})
+        bank, prefix = inputs.blocks.clone(), inputs.prefix.clone()
+        for call in range(40):
+            out, prefix = attn_res(bank, prefix, inputs.delta, *weights, config=config)
+            bank[call % 8].copy_(out)
+        return out
+
+    for _ in range(5):
+        assert torch.equal(chain(True), chain(False))
 
 
 @pytest.mark.gpu

@@ -1,6 +1,8 @@
 """Every kernel compiles for Hopper and Blackwell at K3's shapes, without spills and within limits.
 
-A later kernel adds its rows to ``ROWS`` and nothing else.
+A later kernel adds its rows to ``ROWS`` and nothing else. How long the machine code of a row is, is
+kept in ``instruction_baseline.json`` by version of Triton: ``python tests/kernels/baseline.py``
+writes the counts of the version at hand.
 """
 
 from __future__ import annotations
@@ -8,52 +10,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import aot
+import baseline
 import pytest
-from k3_kernels.attn_res import choose_config
+from attn_res_rows import attn_res_rows
+from moe_rows import moe_rows
+from routing_rows import dispatch_rows, finalize_rows, routing_rows
 
 pytest.importorskip("triton", reason="compiling needs Triton")
 
 import k3_kernels
 
-HIDDEN = 7168  # Kimi K3's hidden size
-CAPABILITIES = (90, 103)  # H200, B300
-
-
-def attn_res_rows() -> list[aot.Row]:
-    """Both regimes, with a full bank and at the first layers."""
-    pointers = "out prefix_out blocks prefix delta query key_norm norm"
-    strides = "out prefix_out blocks blocks_token prefix delta"
-    signature = {f"{name}_ptr": "*bf16" for name in pointers.split()}
-    signature |= {f"{name}_stride": "i32" for name in strides.split()}
-    signature |= {"key_eps": "fp32", "norm_eps": "fp32"}
-    rows = []
-    for tokens, programs_per_sm in ((1, 1), (8192, 2)):
-        for n_blocks, has_delta in ((8, True), (1, False)):
-            config = choose_config(tokens, n_blocks, HIDDEN)
-            constants = config.constants(n_blocks, HIDDEN, has_delta, store_prefix=has_delta)
-            rows += [
-                aot.Row(
-                    name=f"attn_res-T{tokens}-n{n_blocks}",
-                    module="k3_kernels.attn_res_kernel",
-                    kernel="attn_res_kernel",
-                    capability=capability,
-                    signature=signature,
-                    constants={**constants, "COMPUTE": "tl.float32"},
-                    num_warps=config.num_warps,
-                    programs_per_sm=programs_per_sm,
-                )
-                for capability in CAPABILITIES
-            ]
-    return rows
-
-
-ROWS = attn_res_rows()
+ROWS = [*attn_res_rows(), *routing_rows(), *dispatch_rows(), *finalize_rows(), *moe_rows()]
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, aot.Report]:
     package_dir = Path(k3_kernels.__file__).parents[1]
-    compiled = aot.compile_rows(ROWS, package_dir=package_dir)
+    compiled = aot.compile_rows(ROWS, package_dir=package_dir, timeout=1200)
     return {str(row): report for row, report in zip(ROWS, compiled, strict=True)}
 
 
@@ -63,6 +36,39 @@ def test_fits_the_target(row: aot.Row, reports: dict[str, aot.Report]) -> None:
     assert report.stack == 0 and report.local == 0, f"{row} spills: {report}"
     assert report.shared <= aot.SHARED_BYTES_PER_PROGRAM, f"{row}: {report}"
     assert report.programs_per_sm(row.num_warps) >= row.programs_per_sm, f"{row}: {report}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_is_as_long_as_it_was(row: aot.Row, reports: dict[str, aot.Report]) -> None:
+    """A change that makes a kernel longer has to be meant; one that shortens it, be kept."""
+    known = baseline.load()
+    if known is None:
+        pytest.skip(f"nothing is recorded for Triton {baseline.version()}")
+    if not reports[str(row)].opcodes:
+        pytest.skip(f"Triton {baseline.version()} cannot disassemble sm_{row.capability}")
+    assert str(row) in known, f"{row} is new: {baseline.HOW_TO}"
+    count = reports[str(row)].instructions
+    assert 0.95 * known[str(row)] <= count <= 1.02 * known[str(row)], (
+        f"{row} has {count} instructions, recorded are {known[str(row)]}: if that is meant, "
+        f"{baseline.HOW_TO}"
+    )
+
+
+@pytest.mark.parametrize("row", moe_rows(), ids=str)
+def test_uses_the_large_matrix_instruction(row: aot.Row, reports: dict[str, aot.Report]) -> None:
+    """64 rows and four warps are a warp group's: wgmma on Hopper, tcgen05 on Blackwell.
+
+    With only 8 columns Triton 3.6 multiplies with mma.sync on Hopper.
+    """
+    import triton
+
+    few = row.constants["BLOCK_M"] < 16 and row.capability == 90
+    old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+    expected = "UTCHMMA" if row.capability == 103 else "HMMA" if few and old else "HGMMA"
+    if not reports[str(row)].opcodes:
+        pytest.skip(f"Triton {triton.__version__} cannot disassemble sm_{row.capability}")
+    used = {name for name in ("HMMA", "HGMMA", "UTCHMMA") if reports[str(row)].opcodes.get(name)}
+    assert used == {expected}
 
 
 def test_report_sees_a_spill() -> None:

@@ -1,0 +1,1 @@
+"""Our own operators, called as an engine would call them."""

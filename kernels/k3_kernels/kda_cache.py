@@ -1,0 +1,140 @@
+"""Checks of the tensors that hold what a KDA layer remembers: states, windows and slot numbers.
+
+Needs PyTorch. Used by the KDA operators.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from k3_kernels._compat import FLOATS
+
+__all__ = ["check_conv_state", "check_conv_weight", "check_slots", "check_state"]
+
+HEAD_DIMS = (32, 64, 128)
+
+
+def check_state(
+    operator: str, state: torch.Tensor, *, like: torch.Tensor, layers: bool = False
+) -> tuple[int, int, int]:
+    """Check ``[slots, H, V, K]`` (``[layers, slots, H, V, K]``); return H, K and slots."""
+    where = f"k3_kernels.{operator}: state"
+    ndim = 5 if layers else 4
+    if not isinstance(state, torch.Tensor) or state.ndim != ndim:
+        got = list(state.shape) if isinstance(state, torch.Tensor) else type(state).__name__
+        names = "[layers, slots, H, V, K]" if layers else "[slots, H, V, K]"
+        raise ValueError(f"{where} must be a tensor {names}, got {got}")
+    slots, heads, values, keys = state.shape[-4:]
+    if values != keys or keys not in HEAD_DIMS:
+        raise ValueError(
+            f"{where} has heads of {values} values and {keys} keys, expected both the same and one "
+            f"of {', '.join(map(str, HEAD_DIMS))}"
+        )
+    if state.dtype != torch.float32:
+        raise TypeError(f"{where} is {state.dtype}, expected torch.float32")
+    if state.device != like.device:
+        raise ValueError(f"{where} is on {state.device}, expected {like.device}")
+    if state.numel() and (state.stride(-1) != 1 or state.stride(-2) != keys):
+        raise ValueError(
+            f"{where} has strides {tuple(state.stride())}, expected (.., {keys}, 1): the [V, K] of "
+            "a head must be contiguous"
+        )
+    return heads, keys, slots
+
+
+def check_conv_weight(
+    operator: str, weight: torch.Tensor, channels: int, *, like: torch.Tensor
+) -> torch.Tensor:
+    """Check ``[C, W]`` or ``[C, 1, W]`` of any strides; return it as ``[C, W]``."""
+    where = f"k3_kernels.{operator}: conv_weight"
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"{where} must be a torch.Tensor, got {type(weight).__name__}")
+    if weight.ndim == 3 and weight.shape[1] == 1:
+        weight = weight[:, 0]
+    if weight.ndim != 2 or weight.shape[0] != channels or weight.shape[1] < 2:
+        raise ValueError(
+            f"{where} has shape {list(weight.shape)}, expected [{channels}, taps] with 2 taps or "
+            "more, one row for each channel of q | k | v"
+        )
+    if weight.dtype not in FLOATS:
+        raise TypeError(f"{where} is {weight.dtype}, expected float32, float16 or bfloat16")
+    if weight.device != like.device:
+        raise ValueError(f"{where} is on {weight.device}, expected {like.device}")
+    return weight
+
+
+def check_conv_state(
+    operator: str,
+    conv_state: torch.Tensor,
+    shape: tuple[int, int],
+    taps: int,
+    *,
+    like: torch.Tensor,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """Check ``[slots, C, L]`` of any strides; return L."""
+    where = f"k3_kernels.{operator}: conv_state"
+    if not isinstance(conv_state, torch.Tensor):
+        raise TypeError(f"{where} must be a torch.Tensor, got {type(conv_state).__name__}")
+    if conv_state.ndim != 3 or tuple(conv_state.shape[:2]) != shape:
+        raise ValueError(
+            f"{where} has shape {list(conv_state.shape)}, expected "
+            f"[{shape[0]}, {shape[1]}, columns] (slots, channels, inputs kept)"
+        )
+    if conv_state.shape[2] < taps - 1:
+        raise ValueError(
+            f"{where} keeps {conv_state.shape[2]} inputs, but {taps} taps need {taps - 1}"
+        )
+    dtype = like.dtype if dtype is None else dtype
+    if conv_state.dtype != dtype:
+        raise TypeError(f"{where} is {conv_state.dtype}, expected {dtype}")
+    if conv_state.device != like.device:
+        raise ValueError(f"{where} is on {conv_state.device}, expected {like.device}")
+    if conv_state.numel() and 0 in conv_state.stride():
+        raise ValueError(f"{where} is an expanded view whose slots share memory: pass a buffer")
+    return int(conv_state.shape[2])
+
+
+def check_slots(
+    operator: str,
+    name: str,
+    numbers: torch.Tensor,
+    num_slots: int | None,
+    null_slot: int,
+    *,
+    like: torch.Tensor,
+    rows: int | None = None,
+) -> torch.Tensor:
+    """Check int32 numbers of requests and return them as ``[B, S]``.
+
+    With ``num_slots`` they are slots: on the CPU, where looking at them does not stop a GPU, each
+    must exist and occur once.
+    """
+    where = f"k3_kernels.{operator}: {name}"
+    if not isinstance(numbers, torch.Tensor):
+        raise TypeError(f"{where} must be a torch.Tensor, got {type(numbers).__name__}")
+    if numbers.dtype != torch.int32:
+        raise TypeError(f"{where} is {numbers.dtype}, expected torch.int32: convert with .int()")
+    if numbers.device != like.device:
+        raise ValueError(f"{where} is on {numbers.device}, expected {like.device}")
+    if rows is not None and tuple(numbers.shape) != (rows,):
+        raise ValueError(f"{where} has shape {list(numbers.shape)}, expected [{rows}]")
+    if numbers.ndim == 1:
+        if numbers.numel() > 1 and num_slots is None and numbers.stride(0) != 1:
+            raise ValueError(f"{where} has stride {numbers.stride(0)}, expected 1")
+        numbers = numbers[:, None]
+    if numbers.ndim != 2 or numbers.shape[1] < 1:
+        raise ValueError(f"{where} has shape {list(numbers.shape)}, expected [B] or [B, S]")
+    if num_slots is not None and numbers.device.type == "cpu":
+        used = numbers[numbers > null_slot]
+        if used.numel() and int(used.max()) >= num_slots:
+            raise ValueError(
+                f"{where} names slot {int(used.max())}, but there are only {num_slots}"
+            )
+        if used.unique().numel() != used.numel():
+            counts = used.unique(return_counts=True)
+            twice = int(counts[0][counts[1] > 1][0])
+            raise ValueError(
+                f"{where} names slot {twice} more than once: requests cannot share a state"
+            )
+    return numbers

@@ -1,0 +1,341 @@
+"""KDA over whole prompts: chunks of 64 tokens prepared in parallel, then a walk over each sequence.
+
+Needs PyTorch; Triton when it runs. Lesson 06 uses it.
+
+Within a chunk that begins with state ``S [V, K]``, let ``G_i`` be the sum of the log-decays up to
+row i. What row i writes depends on what the rows before it wrote, a unit lower triangular system::
+
+    A_ij = beta_i (k_i e^(G_i - G_j)) . k_j          j < i
+    R    = (I + A)^-1 diag(beta) (V - (K e^G) S^T)
+    O    = (Q e^G) S^T + tril((q_i e^(G_i - G_j)) . k_j) R
+    S'   = S diag(e^(G_C)) + R^T (K e^(G_C - G))
+
+Only S passes from chunk to chunk. So the first kernel works out, for all chunks at once, everything
+in which S does not occur: ``K e^G``, ``Q e^G``, ``K e^(G_C - G)``, the solved triangle and the
+scores. The second walks along each sequence and only multiplies matrices.
+
+In plain PyTorch it is ``kimik3_lab.reference.kda.chunked``; the test compares with the recurrence.
+
+How the kernels spend their time
+--------------------------------
+*The walk is a chain.* 128 steps for 8192 tokens, each of which waits for the one before: S times
+K e^G, the triangle, the update. With few heads nearly all of the chip looks on, so a step has to be
+short. Everything is transposed: S is the left factor of all products with it and stays in registers
+as the tensor cores left it, ``[values, keys]``, which is the layout of the cache too. Values do not
+mix, so they are cut: 64 for each program, because 64 rows are the least that ``wgmma`` takes.
+
+*Preparation is plain bandwidth and arithmetic*, over all chunks and heads in parallel.
+
+*Decays divide only within 16 rows*, where they are at least e^-80 and float32 can hold the inverse.
+Between blocks of 16 rows they are carried on by products that only shrink. So ``lower_bound`` must
+not be below -5, K3's.
+
+*A checkpoint is a cut.* A sequence whose state is wanted after p tokens is cut there, and the walk
+writes the state out in passing: one pass, at the price of a chunk that is not full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from k3_kernels import tuned
+from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels.kda_cache import check_slots, check_state
+
+__all__ = ["CHUNK", "KDAPrefillConfig", "choose_config", "kda_prefill"]
+
+#: Tokens of a chunk, and rows of it whose decays may be divided by each other.
+CHUNK, SUB = 64, 16
+
+
+@dataclass(frozen=True)
+class KDAPrefillConfig:
+    """Compile-time constants of the two launches.
+
+    Attributes
+    ----------
+    block_k, chunk_warps, chunk_registers
+        Keys that a program which prepares a chunk takes at a time, its warps, and the most
+        registers of a thread; 0 is no limit.
+    block_v
+        Values of a program that walks.
+    scan_warps, scan_stages
+        Its warps, and chunks in flight plus 1.
+    segments
+        Pieces of a sequence that are walked at the same time.
+    """
+
+    block_k: int
+    chunk_warps: int
+    chunk_registers: int
+    block_v: int
+    scan_warps: int
+    scan_stages: int
+    segments: int = 1
+
+
+def choose_config(heads: int, tokens: int, head_dim: int, device: torch.device) -> KDAPrefillConfig:
+    """Choose the constants of a call.
+
+    Parameters
+    ----------
+    heads
+        Sequences times heads.
+    tokens
+        Of a sequence, in the mean.
+    head_dim, device
+        K = V, and where it will run: measured constants are looked up for it.
+
+    Examples
+    --------
+    >>> choose_config(12, 8192, 128, torch.device("cpu")).segments
+    4
+    """
+    found = tuned.lookup("kda_prefill", f"D={head_dim}", heads, device)
+    if found is not None:
+        config = KDAPrefillConfig(**found)
+    elif heads <= 32:
+        # Few heads leave most multiprocessors idle: cut values, and sequences too.
+        config = KDAPrefillConfig(16, 8, 128, min(64, head_dim), 4, 2, 4)
+    else:
+        config = KDAPrefillConfig(16, 8, 128, head_dim, 8, 2, 1)
+    if tokens < 4 * CHUNK * config.segments:
+        # A survey of so few chunks costs more than it saves.
+        config = replace(config, segments=1)
+    return config
+
+
+def kda_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    raw_gate: torch.Tensor,
+    raw_beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    checkpoint_at: torch.Tensor | None = None,
+    checkpoint_slots: torch.Tensor | None = None,
+    lower_bound: float = -5.0,
+    scale: float | None = None,
+    l2_eps: float = 1e-6,
+    null_slot: int = -1,
+    out: torch.Tensor | None = None,
+    config: KDAPrefillConfig | None = None,
+    only: str | None = None,
+) -> torch.Tensor:
+    """Run the delta rule over the tokens of B sequences and leave their states in their slots.
+
+    Parameters
+    ----------
+    q, k, v
+        ``[N, H, D]``, D = 32, 64 or 128, after convolution and SiLU, not normalised; float32,
+        float16 or bfloat16. Rows may be any distance apart, the heads of a row not.
+    raw_gate, raw_beta
+        ``[N, H, D]`` and ``[N, H]``, before bias, sigmoid and so on, same type.
+    A_log, dt_bias
+        ``[>= H]`` and ``[H * D]`` or ``[H, D]``, any float type.
+    state
+        ``[slots, H, V, K]`` float32, the ``[V, K]`` of a head contiguous.
+    state_slots
+        ``[B]`` int32. A slot of ``null_slot`` or less is padding: its ``out`` rows are 0 and its
+        state stays. On a GPU a slot that does not exist gives NaN rows.
+    cu_seqlens
+        ``[B + 1]`` int32: tokens of sequence b are rows ``cu_seqlens[b]`` to
+        ``cu_seqlens[b + 1] - 1``. None: all N tokens are one sequence.
+    has_initial_state
+        ``[B]`` bool or int32: whether the state starts from what is in the slot. None: from zero.
+    checkpoint_at, checkpoint_slots
+        ``[B]`` int32 each: where ``checkpoint_at[b]`` is between 1 and the sequence's length, the
+        state after so many of these tokens goes to slot ``checkpoint_slots[b]`` as well.
+    lower_bound
+        K3's gate, between -5 and 0.
+    scale, l2_eps, null_slot, out
+        As for ``kda_decode``; ``out`` is ``[N, H, D]``, before the gated norm.
+    config
+        Constants of the launches; None asks :func:`choose_config`. For benchmarks.
+    only
+        ``"prepare"``, ``"survey"``, ``"starts"`` or ``"walk"``: one launch alone, to time it.
+
+    Returns
+    -------
+    Tensor
+        ``[N, H, D]`` in the type of ``v``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; the message names it.
+    ImportError, RuntimeError
+        If Triton is missing or cannot run here.
+
+    Examples
+    --------
+    >>> device = "cuda" if torch.cuda.is_available() else "cpu"
+    >>> x, beta = torch.randn(5, 1, 32, device=device), torch.zeros(5, 1, device=device)
+    >>> state = torch.zeros(2, 1, 32, 32, device=device)
+    >>> slot = torch.tensor([1], dtype=torch.int32, device=device)
+    >>> out = kda_prefill(x, x, x, x, beta, beta[0], beta.new_zeros(32), state, slot)
+    >>> out.shape, state.flatten(1).any(1).tolist()
+    (torch.Size([5, 1, 32]), [False, True])
+    """
+    if not isinstance(q, torch.Tensor) or q.ndim != 3:
+        got = list(q.shape) if isinstance(q, torch.Tensor) else type(q).__name__
+        raise ValueError(f"k3_kernels.kda_prefill: q must be a tensor [N, H, D], got {got}")
+    num_heads, head_dim, num_slots = check_state("kda_prefill", state, like=q)
+    num_tokens = q.shape[0]
+    shape = (num_tokens, num_heads, head_dim)
+    if out is None:
+        out = torch.empty(shape, dtype=v.dtype, device=q.device)
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("raw_gate", raw_gate), ("out", out)):
+        check_tensor("kda_prefill", name, tensor, shape, like=q, output=name == "out")
+        if tensor.numel() and num_heads > 1 and tensor.stride(1) != head_dim:
+            raise ValueError(
+                f"k3_kernels.kda_prefill: {name} has stride {tensor.stride(1)} between heads, "
+                f"expected {head_dim}: call .contiguous() first"
+            )
+    check_tensor("kda_prefill", "raw_beta", raw_beta, shape[:2], like=q)
+    if not isinstance(A_log, torch.Tensor) or A_log.ndim != 1 or A_log.shape[0] < num_heads:
+        got = list(A_log.shape) if isinstance(A_log, torch.Tensor) else type(A_log).__name__
+        raise ValueError(
+            f"k3_kernels.kda_prefill: A_log must hold a value for each of {num_heads} heads, "
+            f"got {got}"
+        )
+    check_tensor("kda_prefill", "A_log", A_log, tuple(A_log.shape), like=q, same_dtype=False)
+    if isinstance(dt_bias, torch.Tensor) and dt_bias.ndim == 2 and dt_bias.is_contiguous():
+        dt_bias = dt_bias.flatten()
+    check_tensor(
+        "kda_prefill", "dt_bias", dt_bias, (num_heads * head_dim,), like=q, same_dtype=False
+    )
+    if not -5.0 <= lower_bound < 0.0:
+        raise ValueError(
+            f"k3_kernels.kda_prefill: lower_bound is {lower_bound}, expected -5 to 0: 16 rows of a "
+            "stronger decay leave the range of float32. kda_decode has no such limit"
+        )
+    slots = check_slots("kda_prefill", "state_slots", state_slots, num_slots, null_slot, like=q)
+    batch = slots.shape[0]
+    check_slots("kda_prefill", "state_slots", state_slots, None, null_slot, like=q, rows=batch)
+    if cu_seqlens is None and batch != 1:
+        raise ValueError(
+            f"k3_kernels.kda_prefill: {batch} sequences need cu_seqlens to tell them apart"
+        )
+    if cu_seqlens is not None:
+        check_slots("kda_prefill", "cu_seqlens", cu_seqlens, None, null_slot, like=q,
+                    rows=batch + 1)  # fmt: skip
+    if has_initial_state is not None:
+        if has_initial_state.dtype == torch.bool:
+            has_initial_state = has_initial_state.view(torch.int8)
+        if tuple(has_initial_state.shape) != (batch,) or has_initial_state.device != q.device:
+            raise ValueError(
+                f"k3_kernels.kda_prefill: has_initial_state has shape "
+                f"{list(has_initial_state.shape)} on {has_initial_state.device}, expected [{batch}]"
+                f" on {q.device}"
+            )
+    if (checkpoint_at is None) != (checkpoint_slots is None):
+        raise ValueError("k3_kernels.kda_prefill: checkpoint_at and checkpoint_slots go together")
+    if checkpoint_at is not None and checkpoint_slots is not None:
+        check_slots("kda_prefill", "checkpoint_at", checkpoint_at, None, null_slot, like=q,
+                    rows=batch)  # fmt: skip
+        check_slots("kda_prefill", "checkpoint_slots", checkpoint_slots, None, null_slot, like=q,
+                    rows=batch)  # fmt: skip
+        check_slots("kda_prefill", "checkpoint_slots", checkpoint_slots, num_slots, null_slot,
+                    like=q)  # fmt: skip
+    if num_tokens == 0 or batch == 0 or num_heads == 0:
+        return out
+
+    kernels = load_kernels("kda_prefill")
+    tl = kernels.tl
+    check_runs_here("kda_prefill", kernels.kda_scan_kernel, q, A_log, dt_bias)
+    # Products of 16-bit tokens have factors up to e^80, which float16 cannot hold; the interpreter
+    # cannot compute with bfloat16.
+    wide = q.dtype == torch.float32 or q.device.type == "cpu"
+    operand = torch.float32 if wide else torch.bfloat16
+    if config is None:
+        config = choose_config(batch * num_heads, num_tokens // batch, head_dim, q.device)
+    block_v = min(config.block_v, head_dim)
+    # Every sequence may end, and be cut, within a chunk.
+    chunks = num_tokens // CHUNK + batch * (1 if checkpoint_at is None else 2)
+
+    def scratch(*size: int, dtype: torch.dtype = operand) -> torch.Tensor:
+        return torch.empty(chunks, num_heads, *size, dtype=dtype, device=q.device)
+
+    kqg, kd = scratch(2, CHUNK, head_dim), scratch(CHUNK, head_dim)
+    solve, scores = (scratch(CHUNK, CHUNK) for _ in range(2))
+    decay = scratch(head_dim, dtype=torch.float32)
+    # A kernel argument must be a tensor: what the constants switch off is given another one.
+    lengths = state_slots if cu_seqlens is None else cu_seqlens
+    cuts = state_slots if checkpoint_at is None else checkpoint_at
+    constants = {
+        "VARLEN": cu_seqlens is not None,
+        "CHECKPOINTS": checkpoint_at is not None,
+        "BLOCK_B": 1 << (batch - 1).bit_length(),
+        "D": head_dim,
+        "CHUNK": CHUNK,
+        "COMPUTE": tl.float32,
+    }
+
+    def prepare() -> None:
+        kernels.kda_chunks_kernel[(num_heads, chunks)](
+            q, k, raw_gate, raw_beta, A_log, dt_bias, lengths, cuts, kqg, kd, solve, scores,
+            decay, q.stride(0), k.stride(0), raw_gate.stride(0), raw_beta.stride(0), num_tokens,
+            batch, lower_bound, head_dim**-0.5 if scale is None else scale, l2_eps, **constants,
+            SUB=SUB, BLOCK_K=min(config.block_k, head_dim),
+            OPERAND=tl.float32 if wide else tl.bfloat16,
+            TRIANGLE=tl.float32 if wide else tl.float16, num_warps=config.chunk_warps,
+            num_stages=1, **({"maxnreg": config.chunk_registers} if config.chunk_registers else {}),
+        )  # fmt: skip
+
+    def blocks(tensor: torch.Tensor, rows: int = CHUNK) -> Any:
+        # The copy engine brings a block of rows without an address for each.
+        flat = tensor.view(-1, tensor.shape[-1])
+        return kernels.TensorDescriptor.from_tensor(flat, [rows, flat.shape[-1]])
+
+    segments = config.segments
+    if segments > 1:
+        map_shape = (batch, segments, num_heads, head_dim, head_dim)
+        starts = torch.empty(map_shape, dtype=torch.float32, device=q.device)
+        maps = torch.empty(2, *map_shape, dtype=operand, device=q.device)
+    else:
+        starts, maps = decay, kd[None].expand(2, *kd.shape)  # not touched
+
+    def walk(survey: bool) -> None:
+        parts = head_dim // block_v
+        grid = (num_heads, parts * 2, batch * (segments - 1)) if survey else (
+            num_heads, parts, batch * segments
+        )  # fmt: skip
+        kernels.kda_scan_kernel[grid](
+            out, v, *map(blocks, (kqg, kd, solve, scores)), decay, state, starts,
+            maps, lengths,
+            state_slots, state_slots if has_initial_state is None else has_initial_state, cuts,
+            state_slots if checkpoint_slots is None else checkpoint_slots, out.stride(0),
+            v.stride(0), state.stride(0), state.stride(1), num_tokens, batch, num_slots, null_slot,
+            **constants, CONTINUED=has_initial_state is not None, SEGMENTS=segments, SURVEY=survey,
+            BLOCK_V=block_v, STAGES=config.scan_stages, num_warps=config.scan_warps,
+        )  # fmt: skip
+
+    def lead() -> None:
+        kernels.kda_starts_kernel[(num_heads, head_dim // block_v, batch)](
+            starts, blocks(maps[0], rows=head_dim), blocks(maps[1], rows=head_dim),
+            SEGMENTS=segments, D=head_dim, BLOCK_V=block_v, COMPUTE=tl.float32,
+            num_warps=config.scan_warps,
+        )  # fmt: skip
+
+    launches = {"prepare": prepare}
+    if segments > 1:
+        launches["survey"] = partial(walk, True)
+    if segments > 2:
+        launches["starts"] = lead
+    launches["walk"] = partial(walk, False)
+    with on_device(q):
+        for name, launch in launches.items():
+            if only is None or only == name:
+                launch()
+    return out

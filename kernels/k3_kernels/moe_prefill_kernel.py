@@ -1,0 +1,347 @@
+"""Triton code of the expert GEMMs for many tokens an expert, bfloat16 and MXFP4.
+
+Needs Triton. :mod:`k3_kernels.moe_gemm` describes the operators and chooses the constants below.
+
+As in :mod:`k3_kernels.moe_gemm_kernel` weights are the left operand. With 64 tokens or more the
+matrix instruction is large enough to be the limit, so a step multiplies 128 columns at once:
+MXFP4 words become one tile of bfloat16 in registers, scales included, and no accumulator is touched
+between steps.
+
+A program's tokens are BLOCK_M and, with EXTRA_M, so many more, multiplied with the same weights in
+registers: tiles come in powers of two, experts do not. Dispatch then makes blocks of EXTRA_M slots
+and a program takes as many of them as it can.
+"""
+
+# Triton compiles `row + (x,)` but no starred expression.
+# ruff: noqa: RUF005
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from k3_kernels.moe_gemm_kernel import situ
+from k3_kernels.moe_group_kernel import tile_of_blocks
+from k3_kernels.moe_tile_kernel import slot_range, token_tile, weight_tile
+
+__all__ = ["down_prefill_kernel", "gate_up_prefill_kernel"]
+
+
+@triton.jit
+def store_gate_up(
+    out_ptr, gate, up, slots, valid, columns,
+    I: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,  # noqa: E741
+    FUSED: tl.constexpr,
+):  # fmt: skip
+    """Store SiTU of an accumulated tile, or the tile itself."""
+    mask = valid[None, :] & (columns[:, None] < I)
+    if FUSED:
+        at = out_ptr + slots[None, :].to(tl.int64) * I + columns[:, None]
+        tl.store(at, situ(gate, up, BETA, LINEAR_BETA).to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        at = out_ptr + slots[None, :].to(tl.int64) * (2 * I) + columns[:, None]
+        tl.store(at, gate.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(at + I, up.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gate_up_part(
+    out_ptr, x_ptr, words_ptr, scales_ptr, up_offset, ids_ptr, columns, first, end, x_stride,
+    num_pairs,
+    H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,  # noqa: E741
+    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, FUSED: tl.constexpr, MXFP4: tl.constexpr,
+    ROTATED: tl.constexpr, WIDE: tl.constexpr, MAIN: tl.constexpr, EXTRA: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FIT: tl.constexpr, INDEX: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Gate-up for MAIN slots from ``first`` and EXTRA slots behind them."""
+    # A tile that is full but for its last slots can do without, and has no registers to spare.
+    MASKED: tl.constexpr = FIT and EXTRA == 0
+    slots, pairs, valid = slot_range(ids_ptr, first, first, end, num_pairs, MAIN)
+    k = tl.arange(0, BLOCK_K)
+    x = (pairs // TOP_K).to(INDEX)[None, :] * x_stride + k[:, None]
+    gate = tl.zeros((BLOCK_N, MAIN), tl.float32)
+    up = tl.zeros((BLOCK_N, MAIN), tl.float32)
+    if EXTRA > 0:
+        more_slots, pairs, more_valid = slot_range(
+            ids_ptr, first, first + MAIN, end, num_pairs, EXTRA
+        )
+        more = (pairs // TOP_K).to(INDEX)[None, :] * x_stride + k[:, None]
+        more_gate = tl.zeros((BLOCK_N, EXTRA), tl.float32)
+        more_up = tl.zeros((BLOCK_N, EXTRA), tl.float32)
+    for step in tl.range(0, (H + BLOCK_K - 1) // BLOCK_K):
+        right = token_tile(x_ptr, x, valid, step, H, MASKED, BLOCK_K, COMPUTE)
+        if EXTRA > 0:
+            more_right = token_tile(x_ptr, more, more_valid, step, H, MASKED, BLOCK_K, COMPUTE)
+        left = weight_tile(
+            words_ptr, scales_ptr, columns, step, I, H, MXFP4, ROTATED, WIDE, BLOCK_N, BLOCK_K,
+            2048, COMPUTE,
+        )  # fmt: skip
+        gate = tl.dot(left, right, gate, input_precision="ieee")
+        if EXTRA > 0:
+            more_gate = tl.dot(left, more_right, more_gate, input_precision="ieee")
+        left = weight_tile(
+            words_ptr + up_offset, scales_ptr + 64, columns, step, I, H, MXFP4, ROTATED, WIDE,
+            BLOCK_N, BLOCK_K, 2048, COMPUTE,
+        )  # fmt: skip
+        up = tl.dot(left, right, up, input_precision="ieee")
+        if EXTRA > 0:
+            more_up = tl.dot(left, more_right, more_up, input_precision="ieee")
+    store_gate_up(out_ptr, gate, up, slots, valid, columns, I, BETA, LINEAR_BETA, FUSED)
+    if EXTRA > 0:
+        store_gate_up(
+            out_ptr,
+            more_gate,
+            more_up,
+            more_slots,
+            more_valid,
+            columns,
+            I,
+            BETA,
+            LINEAR_BETA,
+            FUSED,
+        )
+
+
+@triton.jit
+def gate_up_prefill_kernel(
+    out_ptr,  # [slots, I]
+    x_ptr,  # [T, H]
+    words_ptr,  # MXFP4: [E, ., ., 2, 64, 16] words; else [E, 2 I, H]
+    scales_ptr,
+    ids_ptr,  # pair of every slot
+    block_experts_ptr,
+    x_stride,
+    num_pairs,
+    max_blocks,
+    H: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    TOP_K: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+    FUSED: tl.constexpr,  # False: out is [slots, 2 I], gate and up as they are
+    MXFP4: tl.constexpr,
+    ROTATED: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    EXTRA_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # 128 for MXFP4, whose tiles are that wide
+    FIT: tl.constexpr,  # read tokens that exist only, and take half a tile where it is enough
+    INDEX: tl.constexpr,  # tl.int32, or tl.int64 if an offset does not fit
+    COMPUTE: tl.constexpr,
+):
+    """One program: BLOCK_N rows of gate and of up of one expert, BLOCK_M + EXTRA_M tokens."""
+    N_BLOCKS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    N_TILES: tl.constexpr = (I + 63) // 64
+    K_BLOCKS: tl.constexpr = (H + 127) // 128
+    GRANULE: tl.constexpr = EXTRA_M if EXTRA_M > 0 else BLOCK_M
+    TILE: tl.constexpr = (BLOCK_M + EXTRA_M) // GRANULE
+    HALF: tl.constexpr = BLOCK_M // 2
+    program = tl.program_id(0)
+    n_block = program % N_BLOCKS
+    block = program // N_BLOCKS
+    if TILE == 1:
+        expert = tl.load(block_experts_ptr + block)
+        count = tl.where(expert < 0, 0, 1)
+    else:
+        expert, count = tile_of_blocks(block_experts_ptr, block, max_blocks, TILE)
+    if count == 0:
+        return
+    first = block * GRANULE
+    end = first + count * GRANULE
+    columns = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    if MXFP4:
+        tile = (expert.to(tl.int64) * N_TILES + columns // 64) * K_BLOCKS
+        words = words_ptr + (tile * 2048 + columns % 64 * 16)[:, None] + tl.arange(0, 16)[None, :]
+        scales = scales_ptr + tile * 128 + columns % 64
+        up_offset: tl.constexpr = 1024
+    else:
+        row = expert.to(tl.int64) * (2 * I) + columns
+        words = words_ptr + row[:, None] * H + tl.arange(0, BLOCK_K)[None, :]
+        scales = scales_ptr
+        up_offset: tl.constexpr = I * H
+    if EXTRA_M > 0:
+        if count == TILE:
+            gate_up_part(
+                out_ptr, x_ptr, words, scales, up_offset, ids_ptr, columns, first, end, x_stride,
+                num_pairs, H, I, TOP_K, BETA, LINEAR_BETA, FUSED, MXFP4, ROTATED, WIDE, BLOCK_M,
+                EXTRA_M, BLOCK_N, BLOCK_K, FIT, INDEX, COMPUTE,
+            )  # fmt: skip
+        elif count == 1:
+            gate_up_part(
+                out_ptr, x_ptr, words, scales, up_offset, ids_ptr, columns, first, end, x_stride,
+                num_pairs, H, I, TOP_K, BETA, LINEAR_BETA, FUSED, MXFP4, ROTATED, WIDE, EXTRA_M, 0,
+                BLOCK_N, BLOCK_K, FIT, INDEX, COMPUTE,
+            )  # fmt: skip
+        elif FIT and HALF > GRANULE and count * GRANULE <= HALF:
+            gate_up_part(
+                out_ptr, x_ptr, words, scales, up_offset, ids_ptr, columns, first, end, x_stride,
+                num_pairs, H, I, TOP_K, BETA, LINEAR_BETA, FUSED, MXFP4, ROTATED, WIDE, HALF, 0,
+                BLOCK_N, BLOCK_K, FIT, INDEX, COMPUTE,
+            )  # fmt: skip
+        else:
+            gate_up_part(
+                out_ptr, x_ptr, words, scales, up_offset, ids_ptr, columns, first, end, x_stride,
+                num_pairs, H, I, TOP_K, BETA, LINEAR_BETA, FUSED, MXFP4, ROTATED, WIDE, BLOCK_M, 0,
+                BLOCK_N, BLOCK_K, FIT, INDEX, COMPUTE,
+            )  # fmt: skip
+    else:
+        gate_up_part(
+            out_ptr, x_ptr, words, scales, up_offset, ids_ptr, columns, first, end, x_stride,
+            num_pairs, H, I, TOP_K, BETA, LINEAR_BETA, FUSED, MXFP4, ROTATED, WIDE, BLOCK_M, 0,
+            BLOCK_N, BLOCK_K, FIT, INDEX, COMPUTE,
+        )  # fmt: skip
+
+
+@triton.jit
+def down_part(
+    out_ptr, act_ptr, words_ptr, scales_ptr, weights_ptr, ids_ptr, expert, first_block, last_block,
+    first, end, num_pairs,
+    H: tl.constexpr, I: tl.constexpr, MXFP4: tl.constexpr, ROTATED: tl.constexpr,  # noqa: E741
+    WIDE: tl.constexpr, MAIN: tl.constexpr, EXTRA: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, RESIDENT: tl.constexpr, FIT: tl.constexpr, INDEX: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Down for MAIN slots from ``first`` and EXTRA slots behind them, row block after row block."""
+    N_TILES: tl.constexpr = (H + 63) // 64
+    K_BLOCKS: tl.constexpr = (I + 127) // 128
+    MASKED: tl.constexpr = FIT and EXTRA == 0
+    n = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    slots, pairs, valid = slot_range(ids_ptr, first, first, end, num_pairs, MAIN)
+    act = slots.to(INDEX)[None, :] * I + k[:, None]
+    weight = tl.load(weights_ptr + pairs, mask=valid, other=0.0)
+    out = out_ptr + pairs[None, :].to(tl.int64) * H
+    if EXTRA > 0:
+        slots, pairs, more_valid = slot_range(ids_ptr, first, first + MAIN, end, num_pairs, EXTRA)
+        more_act = slots.to(INDEX)[None, :] * I + k[:, None]
+        more_weight = tl.load(weights_ptr + pairs, mask=more_valid, other=0.0)
+        more_out = out_ptr + pairs[None, :].to(tl.int64) * H
+    if RESIDENT:
+        x = ()
+        more_x = ()
+        for step in tl.static_range((I + BLOCK_K - 1) // BLOCK_K):
+            x = x + (token_tile(act_ptr, act, valid, step, I, MASKED, BLOCK_K, COMPUTE),)
+            if EXTRA > 0:
+                more_x = more_x + (
+                    token_tile(act_ptr, more_act, more_valid, step, I, MASKED, BLOCK_K, COMPUTE),
+                )
+    for n_block in tl.range(first_block, last_block):
+        rows = n_block * BLOCK_N + n
+        acc = tl.zeros((BLOCK_N, MAIN), tl.float32)
+        if EXTRA > 0:
+            more_acc = tl.zeros((BLOCK_N, EXTRA), tl.float32)
+        if MXFP4:
+            tile = (expert.to(tl.int64) * N_TILES + rows // 64) * K_BLOCKS
+            words = words_ptr + (tile * 1024 + rows % 64 * 16)[:, None] + tl.arange(0, 16)[None, :]
+            scales = scales_ptr + tile * 64 + rows % 64
+        else:
+            words = words_ptr + (expert.to(tl.int64) * H + rows)[:, None] * I + k[None, :]
+            scales = scales_ptr
+        if RESIDENT:
+            for step in tl.static_range((I + BLOCK_K - 1) // BLOCK_K):
+                left = weight_tile(
+                    words, scales, rows, step, H, I, MXFP4, ROTATED, WIDE, BLOCK_N, BLOCK_K, 1024,
+                    COMPUTE,
+                )  # fmt: skip
+                acc = tl.dot(left, x[step], acc, input_precision="ieee")
+                if EXTRA > 0:
+                    more_acc = tl.dot(left, more_x[step], more_acc, input_precision="ieee")
+        else:
+            for step in tl.range(0, (I + BLOCK_K - 1) // BLOCK_K):
+                right = token_tile(act_ptr, act, valid, step, I, MASKED, BLOCK_K, COMPUTE)
+                left = weight_tile(
+                    words, scales, rows, step, H, I, MXFP4, ROTATED, WIDE, BLOCK_N, BLOCK_K, 1024,
+                    COMPUTE,
+                )  # fmt: skip
+                acc = tl.dot(left, right, acc, input_precision="ieee")
+                if EXTRA > 0:
+                    right = token_tile(
+                        act_ptr, more_act, more_valid, step, I, MASKED, BLOCK_K, COMPUTE
+                    )
+                    more_acc = tl.dot(left, right, more_acc, input_precision="ieee")
+        inside = rows[:, None] < H
+        result = (acc * weight[None, :]).to(out_ptr.dtype.element_ty)
+        tl.store(out + rows[:, None], result, mask=valid[None, :] & inside)
+        if EXTRA > 0:
+            result = (more_acc * more_weight[None, :]).to(out_ptr.dtype.element_ty)
+            tl.store(more_out + rows[:, None], result, mask=more_valid[None, :] & inside)
+
+
+@triton.jit
+def down_prefill_kernel(
+    out_ptr,  # [P, H]: a pair's expert output times its weight
+    act_ptr,  # [slots, I]
+    words_ptr,
+    scales_ptr,
+    weights_ptr,  # [P] float32
+    ids_ptr,
+    block_experts_ptr,
+    num_pairs,
+    max_blocks,
+    H: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    MXFP4: tl.constexpr,
+    ROTATED: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    EXTRA_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    FIT: tl.constexpr,
+    INDEX: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """One program: ROW_BLOCKS times BLOCK_N rows of one expert, BLOCK_M + EXTRA_M tokens."""
+    N_BLOCKS: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
+    CHUNKS: tl.constexpr = (N_BLOCKS + ROW_BLOCKS - 1) // ROW_BLOCKS
+    GRANULE: tl.constexpr = EXTRA_M if EXTRA_M > 0 else BLOCK_M
+    TILE: tl.constexpr = (BLOCK_M + EXTRA_M) // GRANULE
+    HALF: tl.constexpr = BLOCK_M // 2
+    program = tl.program_id(0)
+    block = program // CHUNKS
+    first_block = program % CHUNKS * ROW_BLOCKS
+    last_block = tl.minimum(first_block + ROW_BLOCKS, N_BLOCKS)
+    if TILE == 1:
+        expert = tl.load(block_experts_ptr + block)
+        count = tl.where(expert < 0, 0, 1)
+    else:
+        expert, count = tile_of_blocks(block_experts_ptr, block, max_blocks, TILE)
+    if count == 0:
+        return
+    first = block * GRANULE
+    end = first + count * GRANULE
+    if EXTRA_M > 0:
+        if count == TILE:
+            down_part(
+                out_ptr, act_ptr, words_ptr, scales_ptr, weights_ptr, ids_ptr, expert, first_block,
+                last_block, first, end, num_pairs, H, I, MXFP4, ROTATED, WIDE, BLOCK_M, EXTRA_M,
+                BLOCK_N, BLOCK_K, RESIDENT, FIT, INDEX, COMPUTE,
+            )  # fmt: skip
+        elif count == 1:
+            down_part(
+                out_ptr, act_ptr, words_ptr, scales_ptr, weights_ptr, ids_ptr, expert, first_block,
+                last_block, first, end, num_pairs, H, I, MXFP4, ROTATED, WIDE, EXTRA_M, 0,
+                BLOCK_N, BLOCK_K, RESIDENT, FIT, INDEX, COMPUTE,
+            )  # fmt: skip
+        elif FIT and HALF > GRANULE and count * GRANULE <= HALF:
+            down_part(
+                out_ptr, act_ptr, words_ptr, scales_ptr, weights_ptr, ids_ptr, expert, first_block,
+                last_block, first, end, num_pairs, H, I, MXFP4, ROTATED, WIDE, HALF, 0,
+                BLOCK_N, BLOCK_K, RESIDENT, FIT, INDEX, COMPUTE,
+            )  # fmt: skip
+        else:
+            down_part(
+                out_ptr, act_ptr, words_ptr, scales_ptr, weights_ptr, ids_ptr, expert, first_block,
+                last_block, first, end, num_pairs, H, I, MXFP4, ROTATED, WIDE, BLOCK_M, 0,
+                BLOCK_N, BLOCK_K, RESIDENT, FIT, INDEX, COMPUTE,
+            )  # fmt: skip
+    else:
+        down_part(
+            out_ptr, act_ptr, words_ptr, scales_ptr, weights_ptr, ids_ptr, expert, first_block,
+            last_block, first, end, num_pairs, H, I, MXFP4, ROTATED, WIDE, BLOCK_M, 0,
+            BLOCK_N, BLOCK_K, RESIDENT, FIT, INDEX, COMPUTE,
+        )  # fmt: skip

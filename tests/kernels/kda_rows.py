@@ -1,0 +1,190 @@
+"""Rows of the compile test for the KDA kernels at K3's shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aot
+from k3_kernels.kda_decode import KDADecodeConfig, verify_config
+from k3_kernels.kda_prefill import CHUNK, SUB, KDAPrefillConfig
+from k3_kernels.kda_recover import KDARecoverConfig
+
+__all__ = ["kda_rows"]
+
+HEAD_DIM, TAPS, TOKENS = 128, 4, 9
+CAPABILITIES = (90, 103)  # H200, B300
+
+_INTEGERS = ("slots", "accepted", "cu_seqlens", "final_slots", "boundary", "boundary_slots",
+             "continued", "checkpoint", "checkpoint_slots")  # fmt: skip
+_FLOATS = ("taps", "A_log", "dt_bias", "norm", "state", "record_u", "u", "decay", "starts")
+
+
+def _signature(pointers: str, strides: str, numbers: str) -> dict[str, str]:
+    kinds = dict.fromkeys(_INTEGERS, "*i32") | dict.fromkeys(_FLOATS, "*fp32")
+    signature = {f"{name}_ptr": kinds.get(name, "*bf16") for name in pointers.split()}
+    signature |= {f"{name}_stride": "i32" for name in strides.split()}
+    real = ("lower_bound", "scale", "norm_eps", "l2_eps")
+    return signature | {name: "fp32" if name in real else "i32" for name in numbers.split()}
+
+
+def _rows(
+    name: str, module: str, kernel: str, signature: dict[str, str], constants: dict[str, Any],
+    num_warps: int, *, programs_per_sm: int = 1, **options: Any,
+) -> list[aot.Row]:  # fmt: skip
+    return [
+        aot.Row(
+            name=name, module=f"k3_kernels.{module}", kernel=kernel, capability=capability,
+            signature={k: v for k, v in signature.items() if k not in constants},
+            constants={"COMPUTE": "tl.float32", **constants}, num_warps=num_warps,
+            programs_per_sm=programs_per_sm, options=options,
+        )
+        for capability in CAPABILITIES
+    ]  # fmt: skip
+
+
+#: Strides that are 1 wherever the fast layouts are used; Triton then compiles them as constants.
+_ONE = {"taps_channel_stride": 1, "conv_channel_stride": 1, "slots_draft_stride": 1}
+_DECODE_POINTERS = "out qkv gate beta output_gate taps A_log dt_bias norm conv state slots accepted"
+_DECODE_STRIDES = (
+    "out qkv gate beta output_gate taps_channel taps_tap conv conv_channel conv_column state "
+    "state_head slots slots_draft"
+)
+_DECODE_NUMBERS = (
+    "num_slots num_draft_slots num_columns null_slot lower_bound scale norm_eps l2_eps"
+)
+
+
+def _decode(config: KDADecodeConfig, programs_per_sm: int) -> list[aot.Row]:
+    constants = {
+        "D": HEAD_DIM, **_ONE, "slots_stride": 1,
+        "WIDTH": TAPS, "BOUNDED": True, "HAS_ACCEPTED": False,
+        "DRAFT_SLOTS": False, "EARLY": config.early or config.block_v == HEAD_DIM,
+        "PDL": config.pdl, "BLOCK_V": config.block_v, "CHUNK": config.chunk,
+        "STAGES": config.stages,
+    }  # fmt: skip
+    return _rows(
+        f"kda_decode-v{config.block_v}-w{config.num_warps}", "kda_decode_kernel",
+        "kda_decode_kernel", _signature(_DECODE_POINTERS, _DECODE_STRIDES, _DECODE_NUMBERS),
+        constants, config.num_warps, programs_per_sm=programs_per_sm,
+    )  # fmt: skip
+
+
+def _verify(config: KDADecodeConfig, *, record: bool, drafts: bool) -> list[aot.Row]:
+    records = "record_u record_key record_gate"
+    strides = " ".join(f"{name} {name}_token" for name in records.split())
+    constants = {
+        "D": HEAD_DIM, **_ONE, "WIDTH": TAPS,
+        "BOUNDED": True, "HAS_ACCEPTED": drafts, "DRAFT_SLOTS": drafts,
+        "RECORD": record, "PDL": config.pdl, "CHUNK": config.chunk,
+    }  # fmt: skip
+    kind = "records" if record else "slots" if drafts else "kept"
+    return _rows(
+        f"kda_verify-{kind}", "kda_decode_kernel", "kda_verify_kernel",
+        _signature(
+            f"{_DECODE_POINTERS} cu_seqlens {records}", f"{_DECODE_STRIDES} {strides}",
+            f"max_tokens {_DECODE_NUMBERS}",
+        ),
+        constants, config.num_warps,
+    )  # fmt: skip
+
+
+def _recover(config: KDARecoverConfig, programs_per_sm: int, *, boundary: bool) -> list[aot.Row]:
+    strides = "state_layer state state_head A_log_layer dt_bias_layer"
+    strides += "".join(f" {name}_layer {name} {name}_token" for name in ("u", "key", "gate"))
+    constants = {
+        "D": HEAD_DIM, "conv_channel_stride": 1,
+        "TOKENS": TOKENS, "BOUNDED": True, "HAS_BOUNDARY": boundary,
+        "MOVE_WINDOW": True, "WIDTH": TAPS, "PDL": config.pdl, "BLOCK_V": config.block_v,
+        "SLICE": config.slice_v,
+    }  # fmt: skip
+    return _rows(
+        f"kda_recover-v{config.block_v}" + ("-boundary" if boundary else ""), "kda_recover_kernel",
+        "kda_recover_kernel",
+        _signature(
+            "state u key gate A_log dt_bias conv slots accepted final_slots boundary "
+            "boundary_slots",
+            f"{strides} conv_layer conv conv_channel conv_column",
+            "num_requests num_slots num_columns null_slot lower_bound l2_eps",
+        ),
+        constants, config.num_warps, programs_per_sm=programs_per_sm,
+    )  # fmt: skip
+
+
+def _prefill(config: KDAPrefillConfig, programs_per_sm: int) -> list[aot.Row]:
+    shared = {"D": HEAD_DIM, "VARLEN": True, "CHECKPOINTS": True, "BLOCK_B": 8, "CHUNK": CHUNK}
+    counts = "num_tokens num_sequences"
+    rows = _rows(
+        f"kda_prefill-prepare-k{config.block_k}", "kda_prefill_kernel", "kda_chunks_kernel",
+        _signature(
+            "q k gate beta A_log dt_bias cu_seqlens checkpoint kqg kd solve scores decay",
+            "q k gate beta", f"{counts} lower_bound scale l2_eps",
+        ),
+        {
+            **shared, "BLOCK_K": config.block_k, "SUB": SUB, "OPERAND": "tl.bfloat16",
+            "TRIANGLE": "tl.float16",
+        },
+        config.chunk_warps, programs_per_sm=programs_per_sm, num_stages=1,
+    )  # fmt: skip
+    signature = _signature(
+        "out v decay state starts maps cu_seqlens slots continued checkpoint checkpoint_slots",
+        "out v state state_head", f"{counts} num_slots null_slot",
+    )  # fmt: skip
+    signature["continued_ptr"] = "*i8"
+    signature |= dict.fromkeys(("kqg", "kd"), f"tensordesc<bf16[{CHUNK}, {HEAD_DIM}]>")
+    signature |= dict.fromkeys(("solve", "scores"), f"tensordesc<bf16[{CHUNK}, {CHUNK}]>")
+    for survey in (False, True) if config.segments > 1 else (False,):
+        constants = {
+            **shared, "CONTINUED": True, "SEGMENTS": config.segments, "SURVEY": survey,
+            "BLOCK_V": config.block_v, "STAGES": config.scan_stages,
+        }  # fmt: skip
+        rows += _rows(
+            f"kda_prefill-{'survey' if survey else 'walk'}-v{config.block_v}",
+            "kda_prefill_kernel", "kda_scan_kernel", signature, constants, config.scan_warps,
+        )  # fmt: skip
+    if config.segments > 2:
+        rows += _rows(
+            "kda_prefill-starts", "kda_prefill_kernel", "kda_starts_kernel",
+            {"starts_ptr": "*fp32"}
+            | dict.fromkeys(("map_high", "map_low"), f"tensordesc<bf16[{HEAD_DIM}, {HEAD_DIM}]>"),
+            {"D": HEAD_DIM, "SEGMENTS": config.segments, "BLOCK_V": config.block_v},
+            config.scan_warps,
+        )  # fmt: skip
+    return rows
+
+
+def _conv() -> list[aot.Row]:
+    constants = {
+        "taps_channel_stride": 1, "conv_channel_stride": 1, "VARLEN": True, "CONTINUED": True,
+        "WIDTH": TAPS, "BLOCK_B": 8, "BLOCK_T": 16, "BLOCK_C": 128,
+    }  # fmt: skip
+    signature = _signature(
+        "out x taps conv cu_seqlens slots continued",
+        "out x taps_channel taps_tap conv conv_channel conv_column",
+        "num_tokens num_sequences num_slots null_slot num_channels",
+    ) | {"continued_ptr": "*i8"}
+    return _rows("kda_conv", "kda_conv_kernel", "kda_conv_kernel", signature, constants, 4)
+
+
+def kda_rows() -> list[aot.Row]:
+    """Few requests and many, every kind of speculative step, recovery, and the parts of prefill."""
+    verify = verify_config_of_release()
+    return [
+        *_decode(KDADecodeConfig(128, 32, 8, 1, True, True), 1),
+        *_decode(KDADecodeConfig(32, 64, 4, 4, False, True), 4),
+        *_verify(verify, record=True, drafts=False),
+        *_verify(verify, record=False, drafts=True),
+        *_verify(verify, record=False, drafts=False),
+        *_recover(KDARecoverConfig(16, 8, 1), 12, boundary=False),
+        *_recover(KDARecoverConfig(32, 8, 1), 12, boundary=False),
+        *_recover(KDARecoverConfig(32, 8, 1), 8, boundary=True),
+        *_prefill(KDAPrefillConfig(16, 8, 0, 64, 4, 2, 4), 1),
+        *_prefill(KDAPrefillConfig(16, 8, 0, 128, 8, 2, 1), 1)[len(CAPABILITIES) :],
+        *_conv(),
+    ]
+
+
+def verify_config_of_release() -> KDADecodeConfig:
+    """Return the constants that a speculative step has without a table."""
+    import torch
+
+    return verify_config(12, HEAD_DIM, torch.device("cpu"))

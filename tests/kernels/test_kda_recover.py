@@ -1,0 +1,125 @@
+"""Recovery against the recurrence in float64, and against a verify step that it follows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kda_recover_cases import CASES, Case, check, make_inputs
+
+pytest.importorskip("triton", reason="running kernels needs Triton")
+
+import kda_decode_cases
+from k3_kernels import KDARecords, kda_decode, kda_recover
+from k3_kernels.kda_recover import KDARecoverConfig, choose_config
+
+BF16 = torch.bfloat16
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_recurrence(case: Case, device: str) -> None:
+    check(case, device)
+
+
+@pytest.mark.parametrize(
+    "config", [KDARecoverConfig(16, 16, 1), KDARecoverConfig(32, 8, 2)], ids=str
+)
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_any_cut_of_the_values(case: Case, config: KDARecoverConfig, device: str) -> None:
+    check(case, device, config=config)
+
+
+@pytest.mark.parametrize("accepted", [1, 2, 4])
+def test_follows_a_verify_step(accepted: int, device: str) -> None:
+    """Records of four tokens, ``accepted`` of them committed, equal to decoding just those."""
+    case = kda_decode_cases.Case(tokens=(4,), slots=(2,), records=True, columns=6)
+    inputs = kda_decode_cases.make_inputs(case, device)
+    plain = {name: tensor.clone() for name, tensor in inputs.items()}
+    records = KDARecords.empty(1, 4, case.heads, case.dim, dtype=torch.float32, device=device)
+    inputs["conv_state"] = inputs["conv_state"].transpose(1, 2)
+    kda_decode(**inputs, records=records)
+    count = torch.tensor([accepted], dtype=torch.int32, device=device)
+    kda_recover(
+        inputs["state"], records, inputs["state_slots"], count, inputs["A_log"], inputs["dt_bias"],
+        conv_state=inputs["conv_state"],
+    )  # fmt: skip
+
+    for name in ("qkv", "raw_gate", "raw_beta", "output_gate"):
+        plain[name] = plain[name][:accepted]
+    plain["cu_seqlens"] = torch.tensor([0, accepted], dtype=torch.int32, device=device)
+    plain["conv_state"] = plain["conv_state"].transpose(1, 2)
+    kda_decode(**plain)
+    torch.testing.assert_close(inputs["state"], plain["state"], rtol=1e-4, atol=1e-5)
+    assert torch.equal(inputs["conv_state"][2, :, :3], plain["conv_state"][2, :, :3])
+
+
+def test_configuration_follows_the_shape() -> None:
+    for dim in (32, 64, 128):
+        for programs in (1, 12, 64, 65, 100_000):
+            config = choose_config(programs, dim, torch.device("cpu"))
+            assert dim % config.block_v == 0 and config.block_v % config.slice_v == 0
+
+
+def _good() -> dict[str, object]:
+    inputs: dict[str, object] = dict(make_inputs(Case(), "cpu"))
+    inputs["conv_state"] = inputs["conv_state"].transpose(1, 2)  # type: ignore[attr-defined]
+    inputs["records"] = KDARecords(*(inputs.pop(name) for name in ("u", "key", "gate")))  # type: ignore[arg-type]
+    return inputs
+
+
+def _numbers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"records": None}, TypeError, "records must be KDARecords, got NoneType"),
+        ({"records": KDARecords.empty(3, 4, 2, 32)}, ValueError, "records.u has shape"),
+        (
+            {"records": KDARecords.empty(2, 4, 2, 32, layers=1)},
+            ValueError,
+            "records.u must have 4 dimensions",
+        ),
+        ({"state": torch.zeros(5, 2, 32, 32).half()}, TypeError, "state is torch.float16"),
+        ({"state_slots": _numbers(1)}, ValueError, "records.u has shape"),
+        ({"state_slots": _numbers(1, 1)}, ValueError, "names slot 1 more than once"),
+        ({"num_accepted": _numbers(1, 5)}, ValueError, "num_accepted is up to 5, but there are"),
+        ({"num_accepted": _numbers(1)}, ValueError, "num_accepted has shape"),
+        ({"final_slots": _numbers(1, 9)}, ValueError, "final_slots names slot 9"),
+        ({"boundary": _numbers(1, 1)}, ValueError, "boundary and boundary_slots go together"),
+        ({"A_log": torch.zeros(1)}, ValueError, "A_log must hold a value for each of 2 heads"),
+        ({"dt_bias": torch.zeros(60)}, ValueError, "dt_bias has shape"),
+        ({"conv_state": torch.zeros(5, 190, 6)}, ValueError, "conv_state has shape"),
+        ({"conv_state": torch.zeros(5, 192, 6).half()}, TypeError, "conv_state is torch.float16"),
+    ],
+)
+def test_refusals_name_the_argument(
+    changes: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        kda_recover(**{**_good(), **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about the interpreter")
+def test_interpreter_refuses_bfloat16() -> None:
+    with pytest.raises(TypeError, match="computes bfloat16 wrongly without an error"):
+        check(Case(dtype=BF16), "cpu")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    "config",
+    [None, *(KDARecoverConfig(*c) for c in ((16, 16, 1), (64, 8, 1), (128, 8, 2, True)))],
+    ids=str,
+)
+def test_released_shape(config: KDARecoverConfig | None, device: str) -> None:
+    for heads in (12, 96):
+        case = Case(
+            heads=heads, dim=128, dtype=BF16, slots=(7, 2, 0, 11, 5, 9, 3, -1, 8),
+            accepted=(9, 1, 2, 3, 4, 5, 6, 7, 8), max_tokens=9,
+            final=(19, 2, 20, 11, 21, 9, 22, -1, 8), boundary=(4, 1, 0, 4, 2, 5, 1, 1, 9),
+            boundary_slots=(7, 12, 13, 14, 5, 15, 16, 17, 18), seed=heads,
+        )  # fmt: skip
+        check(case, device, config=config)

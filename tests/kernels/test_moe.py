@@ -1,0 +1,154 @@
+"""The routed experts against their equations: formats, routings, shapes, launch constants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from moe_cases import BF16, F16, F32, Case, check, make_inputs
+
+pytest.importorskip("triton", reason="running kernels needs Triton")
+
+HAS_GPU = torch.cuda.is_available()
+DIRECT = {"direct": True}
+SORTED = {"block_m": 8}
+MANY = {"prefill": True, "block_m": 16}
+TILES = {"prefill": True, "block_m": 64, "extra_m": 16, "down_resident": True}
+FIT = {**TILES, "fit": True}
+
+CASES = [
+    Case(inner=72, config=DIRECT),
+    Case(config={**DIRECT, "gate_split": 2, "down_row_blocks": 2}),
+    Case(config={**DIRECT, "down_resident": True, "down_row_blocks": 2}),
+    Case(tokens=1, hidden=40, inner=200, config={**DIRECT, "down_split": 2}),
+    Case(tokens=9, hidden=40, routing="one", config=DIRECT),
+    Case(first=2, all_experts=8, config=DIRECT),
+    Case(layout="nibbles", config=DIRECT),
+    Case(hidden=40, scales=(100, 160), config=DIRECT),
+    Case(tokens=1, hidden=40, inner=136, config={**DIRECT, "down_resident": True}),
+    Case(tokens=4, inner=72, config=SORTED),
+    Case(hidden=40, first=2, all_experts=8, config={"block_m": 16}),
+    Case(tokens=9, hidden=40, routing="skewed", config=SORTED),
+    Case(inner=72, config=MANY),
+    Case(hidden=40, layout="nibbles", scales=(100, 160), config=MANY),
+    Case(tokens=17, top_k=1, hidden=40, routing="one", config={**MANY, "down_resident": True}),
+    Case(first=3, all_experts=8, kind="bf16", config=MANY),
+    Case(tokens=100, top_k=1, experts=2, routing="skewed", hidden=32, inner=32, config=TILES),
+    Case(tokens=60, top_k=1, experts=3, hidden=40, inner=40, kind="bf16",
+         config={**TILES, "block_k": 32}),
+    Case(tokens=100, top_k=1, experts=2, routing="skewed", hidden=32, inner=32, config=FIT),
+    Case(tokens=3, hidden=128, inner=32, config={**MANY, "fit": True}),
+    Case(kind="bf16", dtype=F16),
+    Case(hidden=40, dtype=F16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_equations(case: Case, device: str) -> None:
+    check(case, device)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tokens=0),
+        Case(tokens=1, hidden=40, inner=200, config={**DIRECT, "down_split": 2}),
+        Case(tokens=3, hidden=40, first=2, all_experts=8, config=SORTED),
+        Case(tokens=1, kind="bf16"),
+    ],
+    ids=str,
+)
+def test_one_call(case: Case, device: str) -> None:
+    check(case, device, one_call=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="bfloat16 needs a CUDA device")
+@pytest.mark.parametrize("case", [c for c in CASES if c.dtype == F32], ids=str)
+def test_bfloat16_at_small_sizes(case: Case) -> None:
+    check(replace(case, dtype=BF16), "cuda")
+
+
+TP8 = {"experts": 896, "hidden": 3584, "inner": 384, "top_k": 16, "dtype": BF16}
+EP8 = {"experts": 112, "hidden": 3584, "inner": 3072, "top_k": 2, "dtype": BF16}
+RELEASED = [
+    Case(tokens=tokens, kind=kind, routing=routing, seed=tokens, **rank)
+    for rank in (TP8, EP8)
+    for kind in ("mxfp4", "bf16")
+    for routing in ("uniform", "skewed")
+    for tokens in (1, 4, 17, 64, 250, 1000, 2050, 4096)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="bfloat16 needs a CUDA device")
+@pytest.mark.parametrize("case", RELEASED, ids=str)
+def test_bfloat16_at_released_size(case: Case) -> None:
+    check(case, "cuda", one_call=True)
+
+
+GPU_CONFIGS = [
+    Case(tokens=16, config={**DIRECT, "gate_split": 4}, **TP8),
+    Case(tokens=3, config={**DIRECT, "gate_split": 7, "gate_unroll": 1, "down_split": 4}, **EP8),
+    Case(tokens=64, config={"block_m": 16, "down_resident": True, "down_row_blocks": 7}, **TP8),
+    Case(tokens=64, config={"block_m": 8}, layout="nibbles", **TP8),
+    Case(tokens=64, config={"block_m": 8}, scales=(100, 140), **TP8),
+    Case(tokens=600, config={"prefill": True, "block_m": 32}, scales=(100, 140), **TP8),
+    Case(tokens=600, config={"prefill": True, "block_m": 64}, layout="nibbles", **TP8),
+    Case(
+        tokens=3000,
+        config={
+            "prefill": True,
+            "block_m": 128,
+            "extra_m": 32,
+            "gate_block_n": 128,
+            "gate_warps": 8,
+            "gate_stages": 2,
+            "down_block_n": 128,
+            "down_warps": 8,
+            "down_stages": 2,
+            "down_resident": True,
+            "down_row_blocks": 14,
+        },
+        routing="skewed",
+        **TP8,
+    ),
+    Case(tokens=40, first=32, all_experts=896, config={"block_m": 8}, **EP8),
+    Case(tokens=16, first=32, all_experts=896, config=DIRECT, **EP8),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="bfloat16 needs a CUDA device")
+@pytest.mark.parametrize("case", GPU_CONFIGS, ids=str)
+def test_bfloat16_with_other_constants(case: Case) -> None:
+    check(case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="CUDA graphs need a CUDA device")
+def test_graphs_that_split_do_not_share_counters() -> None:
+    """The second graph is replayed first, then both in turns, and gives the same bits each time."""
+    from k3_kernels import moe_experts, pack_mxfp4
+    from k3_kernels.moe_config import MoEConfig
+
+    case = Case(tokens=2, config={**DIRECT, "gate_split": 4}, **TP8)
+    inputs = make_inputs(case, "cuda")
+    experts = pack_mxfp4(*inputs.tensors)
+    config = MoEConfig(**case.config)
+
+    def call() -> torch.Tensor:
+        return moe_experts(inputs.x, experts, inputs.expert_ids, inputs.weights, config=config)
+
+    expected = call()
+    graphs = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call()
+        graphs.append((graph, out))
+    for graph, out in [*graphs[::-1], *graphs, *graphs]:
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
