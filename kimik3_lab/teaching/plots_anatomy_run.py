@@ -63,25 +63,28 @@ def residual_heatmap(
             x=ticks,
             y=names,
             z=table,
-            text=[["" if cell != cell else f"{cell:.2f}" for cell in row] for row in table],
+            text=[["" if cell != cell else f"{100 * cell:.0f}" for cell in row] for row in table],
             texttemplate="%{text}",
+            textfont={"size": 12},
             colorscale=[list(stop) for stop in SEQUENTIAL],
             zmin=0,
             zmax=1,
             xgap=2,
             ygap=2,
             hoverongaps=False,
-            colorbar={"title": "share"},
-            hovertemplate="%{x} reads %{z:.2f} of %{y}<extra></extra>",
+            colorbar={"title": "share", "tickformat": ".0%"},
+            hovertemplate="%{x} reads %{z:.1%} of %{y}<extra></extra>",
         )
     )
     figure.update_xaxes(
         title="reader: attention (a) and feed-forward (f) of each layer, then the output",
         showgrid=False,
         type="category",
+        tickangle=0,
+        tickfont={"size": 12},
     )
     figure.update_yaxes(showgrid=False, ticks="")
-    figure.update_layout(title="What each sublayer reads of the residual stream", height=380)
+    figure.update_layout(title="What each sublayer reads of the residual stream, %", height=380)
     return figure
 
 

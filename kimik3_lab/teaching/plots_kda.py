@@ -1,4 +1,4 @@
-"""Figures of lesson 05: two gates, one token's update of a state, exponents, bytes per token.
+"""Figures of lesson 05: two gates, half-lives, one update of a state, exponents, bytes per token.
 
 Needs plotly and numpy. Each function takes numbers that the lesson has worked out and returns a
 figure.
@@ -6,8 +6,9 @@ figure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import log10
+from collections.abc import Mapping, Sequence
+from math import log, log10
+from statistics import median
 
 import numpy as np
 import plotly.graph_objects as go
@@ -16,7 +17,14 @@ from plotly.subplots import make_subplots
 from kimik3_lab.teaching.plots import COLORS, label
 from kimik3_lab.teaching.plots_context import lines_over_context, mark_crossing
 
-__all__ = ["DIVERGING", "decode_traffic_lines", "exponent_lines", "gate_curves", "state_step"]
+__all__ = [
+    "DIVERGING",
+    "decode_traffic_lines",
+    "exponent_lines",
+    "gate_curves",
+    "half_life_strips",
+    "state_step",
+]
 
 #: Negative orange, zero white, positive blue: apart under every colour-vision deficiency, and dark
 #: at both ends.
@@ -51,6 +59,84 @@ def gate_curves(
         label(figure, x[at], values[at], name, color, side=side)
         figure.layout.annotations[-1].xshift *= 2  # clear of the slope
     figure.update_layout(title="Bounded is not clamped", showlegend=False)
+    return figure
+
+
+def half_life_strips(
+    half_lives: Mapping[int, Sequence[Sequence[float]]],
+    *,
+    text_tokens: int,
+    lower_bound: float = -5.0,
+) -> go.Figure:
+    """Draw how long each channel remembers: a strip of dots for every head of every layer.
+
+    Parameters
+    ----------
+    half_lives
+        Layer id to its heads, each a half-life in tokens for every channel.
+    text_tokens
+        Length of the text that they were measured on: longer ones are extrapolated.
+    lower_bound
+        Smallest log-decay of the gate, which gives the shortest half-life there can be.
+
+    Examples
+    --------
+    >>> figure = half_life_strips({0: [[1.0, 2.0, 9.0]], 2: [[0.5, 4.0, 5.0]]}, text_tokens=100)
+    >>> list(figure.data[1].y)  # the medians
+    [2.0, 4.0]
+    """
+    step, places, ticks, dots, medians = 0.0, [], [], [], []
+    for layer_id, heads in half_lives.items():
+        for head, values in enumerate(heads):
+            places.append(step)
+            ticks.append(f"{head}<br>{layer_id}" if head == (len(heads) - 1) // 2 else f"{head}")
+            # Three columns to a strip, so that neighbours do not hide each other.
+            dots += [(step + 0.22 * (i % 3 - 1), v) for i, v in enumerate(sorted(values))]
+            medians.append(median(values))
+            step += 1
+        step += 0.6
+    figure = go.Figure()
+    figure.add_scatter(
+        x=[round(x, 2) for x, _ in dots],
+        y=[float(f"{v:.3g}") for _, v in dots],
+        mode="markers",
+        marker={"color": COLORS[0], "size": 4, "opacity": 0.55},
+        hovertemplate="half-life %{y:.3g} tokens<extra></extra>",
+    )
+    figure.add_scatter(
+        x=places,
+        y=medians,
+        mode="markers",
+        marker={"symbol": "line-ew", "size": 11, "line": {"width": 3, "color": "#000000"}},
+        hovertemplate="median %{y:.3g} tokens<extra></extra>",
+    )
+    floor = log(2) / -lower_bound
+    top = max(10 * text_tokens, 2 * max(v for _, v in dots))
+    figure.update_yaxes(
+        type="log",
+        title="half-life, tokens (logarithmic)",
+        range=[log10(floor / 4), log10(top)],
+        tickvals=[10**n for n in range(-1, int(log10(top)) + 1)],
+    )
+    figure.update_xaxes(
+        title="head (upper row) of each KDA layer (lower row)",
+        tickvals=places,
+        ticktext=ticks,
+        tickangle=0,
+        tickfont={"size": 12},
+        range=[places[0] - 1, places[-1] + 1],
+        showgrid=False,
+    )
+    for y, text, anchor in (
+        (floor, "the fastest that the gate allows", "top"),
+        (text_tokens, "length of the text", "bottom"),
+    ):
+        figure.add_hline(y=y, line={"color": "#777777", "width": 1, "dash": "dot"})
+        label(figure, places[0] - 0.8, y, text, 6, side="right")
+        figure.layout.annotations[-1].update(yanchor=anchor, xshift=0)
+    figure.update_layout(
+        title="Most channels forget at once, a few remember", showlegend=False, height=460
+    )
     return figure
 
 

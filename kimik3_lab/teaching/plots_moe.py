@@ -164,7 +164,7 @@ def distinct_experts(
     """
     figure = go.Figure()
     for index, (name, (expected, drawn)) in enumerate(
-        (("K3: 16 of 896", k3), ("tiny K3: 4 of 16", tiny))
+        (("K3: 16 of 896", k3), ("tiny K3: 4 of 32", tiny))
     ):
         style = series_style(index)
         figure.add_scatter(
@@ -180,7 +180,7 @@ def distinct_experts(
     middle = len(batches) // 2
     label(figure, batches[middle], k3[0][middle], "K3: 16 of 896", 0, side="right")
     figure.layout.annotations[-1].xshift = 24
-    label(figure, batches[1], tiny[0][1], "tiny K3: 4 of 16", 1, side="above")
+    label(figure, batches[1], tiny[0][1], "tiny K3: 4 of 32", 1, side="above")
     figure.layout.annotations[-1].update(yshift=22, xshift=-28)
     figure.update_layout(title="Few tokens touch many experts", showlegend=False)
     return figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from math import log10
 
 import numpy as np
@@ -56,6 +57,24 @@ def test_lines_have_a_name_beside_them_and_a_dash_of_their_own(figure: go.Figure
 def test_gate_curves_draw_what_they_are_given() -> None:
     figure = plots_kda.gate_curves([0.0, 1.0, 2.0], [-2.5, -3.0, -4.0], [-0.5, -1.0, -2.0])
     assert [list(trace.y) for trace in figure.data] == [[-2.5, -3.0, -4.0], [-0.5, -1.0, -2.0]]
+
+
+def test_half_lives_are_all_there_with_the_median_of_each_head() -> None:
+    layers = {0: [[0.2, 0.5, 3.0], [1.0, 2.0, 9000.0]], 4: [[5.0, 4.0, 6.0], [0.3, 0.3, 70.0]]}
+    figure = plots_kda.half_life_strips(layers, text_tokens=512)
+    dots, medians = figure.data
+    assert sorted(dots.y) == sorted(v for heads in layers.values() for head in heads for v in head)
+    assert list(medians.y) == [0.5, 2.0, 5.0, 0.3]
+    for x, y in zip(dots.x, dots.y, strict=True):  # each dot stands in the strip of its own head
+        strip = min(range(4), key=lambda i: abs(medians.x[i] - x))
+        assert y in layers[(0, 4)[strip // 2]][strip % 2]
+    axis = figure.layout.xaxis
+    assert [t.split("<br>")[0] for t in axis.ticktext] == ["0", "1"] * 2
+    assert [t.split("<br>")[1] for t in axis.ticktext if "<br>" in t] == ["0", "4"]
+    low, high = (10**end for end in figure.layout.yaxis.range)
+    assert low < math.log(2) / 5 and high > 9000
+    lines = [shape.y0 for shape in figure.layout.shapes]
+    assert lines == [pytest.approx(math.log(2) / 5), 512]
 
 
 def test_exponents_leave_float32_where_it_ends() -> None:

@@ -105,7 +105,7 @@ def test_distinct_experts_draws_what_it_is_given() -> None:
     assert list(figure.data[3].x) == [1, 4]  # fewer draws than batches
     assert [trace.mode for trace in figure.data] == ["lines", "markers"] * 2
     assert figure.data[1].marker.symbol != figure.data[3].marker.symbol
-    assert texts(figure) == ["K3: 16 of 896", "tiny K3: 4 of 16"]
+    assert texts(figure) == ["K3: 16 of 896", "tiny K3: 4 of 32"]
     assert figure.layout.annotations[0].x == math.log10(16)
 
 
