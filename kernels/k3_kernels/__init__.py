@@ -11,6 +11,8 @@ choice of configuration) stands ``<operator>_kernel.py`` (the Triton code and no
 from __future__ import annotations
 
 from k3_kernels.attn_res import attn_res
+from k3_kernels.dispatch import Dispatch, dispatch
+from k3_kernels.finalize import finalize
 from k3_kernels.kda_conv import kda_conv
 from k3_kernels.kda_decode import kda_decode
 from k3_kernels.kda_prefill import kda_prefill
@@ -18,16 +20,22 @@ from k3_kernels.kda_records import KDARecords
 from k3_kernels.kda_recover import kda_recover
 from k3_kernels.moe import moe_experts
 from k3_kernels.moe_weights import BF16Experts, MXFP4Experts, pack_mxfp4
+from k3_kernels.routing import Routing, route
 
 __all__ = [
     "BF16Experts",
+    "Dispatch",
     "KDARecords",
     "MXFP4Experts",
+    "Routing",
     "attn_res",
+    "dispatch",
+    "finalize",
     "kda_conv",
     "kda_decode",
     "kda_prefill",
     "kda_recover",
     "moe_experts",
     "pack_mxfp4",
+    "route",
 ]

@@ -219,6 +219,9 @@ def kda_recover(
     layers = front[0] if layered else 1
     if config is None:
         config = choose_config(layers * batch * num_heads, head_dim, state.device)
+        if boundary is not None:
+            # Two states at once: only narrow slices leave room for them in registers.
+            config = KDARecoverConfig(16, 16, 2, config.pdl)
     # A kernel argument must be a tensor: what the constants switch off is given another one.
     window = records.key if conv_state is None else conv_state
     skip = 1 if layered else 0

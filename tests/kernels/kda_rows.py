@@ -138,7 +138,7 @@ def _prefill(config: KDAPrefillConfig, programs_per_sm: int) -> list[aot.Row]:
             "BLOCK_V": config.block_v, "STAGES": config.scan_stages,
         }  # fmt: skip
         rows += _rows(
-            f"kda_prefill-{'survey' if survey else 'walk'}-v{config.block_v}",
+            f"kda_prefill-{'survey' if survey else 'walk'}-{config.segments}",
             "kda_prefill_kernel", "kda_scan_kernel", signature, constants, config.scan_warps,
         )  # fmt: skip
     if config.segments > 2:
@@ -174,11 +174,11 @@ def kda_rows() -> list[aot.Row]:
         *_verify(verify, record=True, drafts=False),
         *_verify(verify, record=False, drafts=True),
         *_verify(verify, record=False, drafts=False),
-        *_recover(KDARecoverConfig(16, 8, 1), 12, boundary=False),
-        *_recover(KDARecoverConfig(32, 8, 1), 12, boundary=False),
-        *_recover(KDARecoverConfig(32, 8, 1), 8, boundary=True),
+        *_recover(KDARecoverConfig(16, 16, 2, True), 4, boundary=False),
+        *_recover(KDARecoverConfig(64, 8, 1, True), 8, boundary=False),
+        *_recover(KDARecoverConfig(16, 16, 2, True), 3, boundary=True),
         *_prefill(KDAPrefillConfig(16, 8, 0, 64, 4, 2, 4), 1),
-        *_prefill(KDAPrefillConfig(16, 8, 0, 128, 8, 2, 1), 1)[len(CAPABILITIES) :],
+        *_prefill(KDAPrefillConfig(16, 8, 0, 64, 4, 2, 1), 1)[len(CAPABILITIES) :],
         *_conv(),
     ]
 

@@ -13,6 +13,7 @@ import aot
 import baseline
 import pytest
 from attn_res_rows import attn_res_rows
+from kda_rows import kda_rows
 from moe_rows import moe_rows
 from routing_rows import dispatch_rows, finalize_rows, routing_rows
 
@@ -20,7 +21,14 @@ pytest.importorskip("triton", reason="compiling needs Triton")
 
 import k3_kernels
 
-ROWS = [*attn_res_rows(), *routing_rows(), *dispatch_rows(), *finalize_rows(), *moe_rows()]
+ROWS = [
+    *attn_res_rows(),
+    *routing_rows(),
+    *dispatch_rows(),
+    *finalize_rows(),
+    *moe_rows(),
+    *kda_rows(),
+]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +77,16 @@ def test_uses_the_large_matrix_instruction(row: aot.Row, reports: dict[str, aot.
         pytest.skip(f"Triton {triton.__version__} cannot disassemble sm_{row.capability}")
     used = {name for name in ("HMMA", "HGMMA", "UTCHMMA") if reports[str(row)].opcodes.get(name)}
     assert used == {expected}
+
+
+@pytest.mark.parametrize("row", [r for r in kda_rows() if "prefill" in r.name], ids=str)
+def test_prefill_uses_the_large_matrix_instruction(
+    row: aot.Row, reports: dict[str, aot.Report]
+) -> None:
+    if not reports[str(row)].opcodes:
+        pytest.skip(f"nothing disassembles sm_{row.capability} here")
+    used = {name for name in ("HMMA", "HGMMA", "UTCHMMA") if reports[str(row)].opcodes.get(name)}
+    assert used == {"UTCHMMA" if row.capability == 103 else "HGMMA"}
 
 
 def test_report_sees_a_spill() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,10 @@ from kda_decode_cases import CASES, Case, check, close, make_inputs, reference
 
 pytest.importorskip("triton", reason="running kernels needs Triton")
 
-from k3_kernels import KDARecords, kda_decode
+from k3_kernels import KDARecords, kda_decode, tuned
 from k3_kernels.kda_decode import KDADecodeConfig, choose_config, verify_config
+from k3_kernels.kda_prefill import KDAPrefillConfig
+from k3_kernels.kda_recover import KDARecoverConfig
 
 from kimik3_lab.reference import kda
 
@@ -144,6 +147,25 @@ def test_configuration_follows_the_shape() -> None:
         assert verify_config(12, dim, cpu).block_v == dim
 
 
+def test_tables_hold_what_the_operators_take() -> None:
+    """An entry written before a field was added or renamed would fail only on its GPU."""
+    kinds = {
+        "kda_decode": KDADecodeConfig,
+        "kda_verify": KDADecodeConfig,
+        "kda_recover": KDARecoverConfig,
+        "kda_prefill": KDAPrefillConfig,
+    }
+    found = 0
+    for path in tuned.folder().glob("*.json"):
+        operators = json.loads(path.read_text(encoding="utf-8"))["operators"]
+        for operator, kind in kinds.items():
+            for entry in operators.get(operator, {}).values():
+                for bucket in entry["buckets"]:
+                    kind(**bucket["config"])
+                    found += 1
+    assert found
+
+
 GOOD = make_inputs(Case(), "cpu")
 GOOD["conv_state"] = GOOD["conv_state"].transpose(1, 2)
 
@@ -163,9 +185,9 @@ GOOD["conv_state"] = GOOD["conv_state"].transpose(1, 2)
         ({"A_log": torch.zeros(1)}, ValueError, "A_log must hold a value for each of 2 heads"),
         ({"dt_bias": torch.zeros(63)}, ValueError, "dt_bias has shape"),
         ({"norm_weight": torch.zeros(64)}, ValueError, "norm_weight has shape"),
-        ({"conv_state": torch.zeros(5, 192, 2)}, ValueError, "keeps 2 inputs, but 4 taps need 3"),
-        ({"conv_state": torch.zeros(5, 3, 192)}, ValueError, "conv_state has shape"),
-        ({"conv_state": torch.zeros(5, 192, 3).half()}, TypeError, "conv_state is torch.float16"),
+        ({"conv_state": torch.zeros(6, 192, 2)}, ValueError, "keeps 2 inputs, but 4 taps need 3"),
+        ({"conv_state": torch.zeros(6, 3, 192)}, ValueError, "conv_state has shape"),
+        ({"conv_state": torch.zeros(6, 192, 3).half()}, TypeError, "conv_state is torch.float16"),
         ({"state": torch.zeros(5, 2, 32, 32).half()}, TypeError, "state is torch.float16"),
         ({"state": torch.zeros(5, 2, 32, 16)}, ValueError, "32 values and 16 keys"),
         ({"state": torch.zeros(5, 2, 48, 48)}, ValueError, "one of 32, 64, 128"),
@@ -256,7 +278,7 @@ def test_what_does_not_exist_is_not_touched(device: str) -> None:
         before = {name: tensor.clone() for name, tensor in inputs.items()}
         out = _call(inputs)
         assert out[1].isnan().all() and out[0].isfinite().all()
-        rest = [slot for slot in range(5) if slot != int(inputs["state_slots"][0])]
+        rest = [slot for slot in range(6) if slot != int(inputs["state_slots"][0])]
         assert torch.equal(inputs["state"][rest], before["state"][rest])
         assert torch.equal(inputs["conv_state"][rest], before["conv_state"][rest])
     assert kda.to_cache_layout(inputs["state"]).isfinite().all()

@@ -198,9 +198,10 @@ def test_all_that_code_imports_is_installed(folder: str, extras: set[str]) -> No
 
 
 def _elsewhere(path: Path) -> set[str]:
-    """What only the environment of ``make test-vllm`` has, where only that environment runs it."""
+    """What need not be installed: folders of the repository that tests reach, and vLLM's lane."""
     inside = path.is_relative_to(ROOT / "kimik3_lab" / "vllm_cpu")
-    return {"vllm"} if inside or path.is_relative_to(ROOT / "tests" / "vllm") else set()
+    lane = {"vllm"} if inside or path.is_relative_to(ROOT / "tests" / "vllm") else set()
+    return lane | ({"tools", "benchmarks"} if path.is_relative_to(ROOT / "tests") else set())
 
 
 def test_all_that_notebooks_import_is_installed() -> None:
