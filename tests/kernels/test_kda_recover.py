@@ -53,6 +53,26 @@ def test_follows_a_verify_step(accepted: int, device: str) -> None:
     assert torch.equal(inputs["conv_state"][2, :, :3], plain["conv_state"][2, :, :3])
 
 
+def test_nothing_accepted_changes_nothing(device: str) -> None:
+    """A discarded step counts 0; record -1 is the last one (vllm#51508, #50021)."""
+    inputs = _on(device, _good())
+    before = {name: inputs[name].clone() for name in ("state", "conv_state")}  # type: ignore[attr-defined]
+    inputs["num_accepted"] = torch.zeros_like(inputs["num_accepted"])  # type: ignore[call-overload]
+    kda_recover(**inputs)  # type: ignore[arg-type]
+    for name, tensor in before.items():
+        assert torch.equal(inputs[name], tensor)  # type: ignore[arg-type]
+
+
+def _on(device: str, inputs: dict[str, object]) -> dict[str, object]:
+    records = inputs["records"]
+    assert isinstance(records, KDARecords)
+    moved = KDARecords(records.u.to(device), records.key.to(device), records.gate.to(device))
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in {**inputs, "records": moved}.items()
+    }
+
+
 def test_configuration_follows_the_shape() -> None:
     for dim in (32, 64, 128):
         for programs in (1, 12, 64, 65, 100_000):

@@ -130,4 +130,6 @@ def test_the_lab_measures_it(base_url: str, tmp_path: Path) -> None:
         assert (record.output_tokens, record.output_tokens_from) == (8, "usage")
         # A token that ends within a character is held back and comes with the next one.
         assert 1 < len(record.token_times) <= 8
-        assert record.ttft > 0 and record.tpot > 0
+        assert record.ttft > 0
+    # A client that is not let run for a while reads all chunks of an answer at once.
+    assert any(record.tpot > 0 for record in cell.records)
