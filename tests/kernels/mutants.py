@@ -6,13 +6,16 @@ the text is gone or ambiguous, building the mutant fails instead of testing noth
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["Mutant", "build"]
+import pytest
+
+__all__ = ["Mutant", "build", "use"]
 
 
 @dataclass(frozen=True)
@@ -40,3 +43,11 @@ def build(module: ModuleType, mutant: Mutant, folder: Path) -> ModuleType:
     mutated = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutated)
     return mutated
+
+
+def use(operator: str, mutant: Mutant, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let the operator launch the mutant of the module ``<operator>_kernel``."""
+    module = importlib.import_module(f"k3_kernels.{operator}_kernel")
+    mutated = build(module, mutant, folder)
+    for name in module.__all__:
+        patch.setattr(module, name, getattr(mutated, name))

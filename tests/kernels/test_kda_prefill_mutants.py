@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import kda_prefill_cases
 import pytest
 import test_kda_conv
-from mutants import Mutant, build
+from mutants import Mutant, use
 
 pytest.importorskip("triton", reason="running kernels needs Triton")
 
@@ -91,14 +90,6 @@ def first_failure(operator: str, device: str) -> str | None:
         except AssertionError as error:
             return f"{arguments[0]}: {error}"
     return None
-
-
-def use(operator: str, mutant: Mutant, folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Let the operator launch the mutant."""
-    module = importlib.import_module(f"k3_kernels.{operator}_kernel")
-    mutated = build(module, mutant, folder)
-    for name in module.__all__:
-        patch.setattr(module, name, getattr(mutated, name))
 
 
 @pytest.mark.parametrize("mutant", PREFILL, ids=str)
