@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import tempfile
@@ -15,12 +16,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(home.cleanup)
     os.environ["K3LAB_HOME"] = home.name
     if getattr(config.option, "nbval", False) or getattr(config.option, "nbval_lax", False):
+        _talk_to_kernels_through_files()
         return  # a notebook sets up its own process, as it does for a reader
     # Triton reads this when a kernel is defined, so it cannot wait for a fixture.
     if not _use_gpu():
         os.environ["TRITON_INTERPRET"] = "1"
     # Tests run in parallel processes: more threads in each would only get in each other's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _talk_to_kernels_through_files() -> None:
+    """Let nbval's kernels listen on files that carry their own names, not on TCP ports.
+
+    A kernel's ports are looked for here and taken by the kernel a moment later. Where several test
+    processes start kernels, another one may be given the same port in between, and the kernel that
+    comes second dies.
+    """
+    if os.name != "posix":
+        return
+    import nbval.kernel
+
+    nbval.kernel.KernelManager = functools.partial(nbval.kernel.KernelManager, transport="ipc")
 
 
 def _use_gpu() -> bool:
