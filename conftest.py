@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import shutil
 import tempfile
@@ -16,7 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(home.cleanup)
     os.environ["K3LAB_HOME"] = home.name
     if getattr(config.option, "nbval", False) or getattr(config.option, "nbval_lax", False):
-        _talk_to_kernels_through_files()
+        _talk_to_kernels_through_files(home.name)
         return  # a notebook sets up its own process, as it does for a reader
     # Triton reads this when a kernel is defined, so it cannot wait for a fixture.
     if not _use_gpu():
@@ -25,18 +26,26 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def _talk_to_kernels_through_files() -> None:
+def _talk_to_kernels_through_files(folder: str) -> None:
     """Let nbval's kernels listen on files that carry their own names, not on TCP ports.
 
     A kernel's ports are looked for here and taken by the kernel a moment later. Where several test
     processes start kernels, another one may be given the same port in between, and the kernel that
     comes second dies.
+
+    The names are whole paths, in a folder of this process: a relative one would mean another file
+    to a kernel, which runs in the folder of its notebook, than to the test that calls it.
     """
     if os.name != "posix":
         return
     import nbval.kernel
 
-    nbval.kernel.KernelManager = functools.partial(nbval.kernel.KernelManager, transport="ipc")
+    start = functools.partial(nbval.kernel.KernelManager, transport="ipc")
+    numbers = itertools.count(1)
+    # Short names, too: the path of a socket may have no more than some 100 bytes.
+    nbval.kernel.KernelManager = lambda **settings: start(
+        connection_file=os.path.join(folder, f"{next(numbers)}.json"), **settings
+    )
 
 
 def _use_gpu() -> bool:
