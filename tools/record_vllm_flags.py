@@ -75,7 +75,13 @@ def describe() -> dict[str, Any]:
     else:
         raise RecordError(f"none of {', '.join(PARSERS)} exists: where did the parser move?")
     parser = module.make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
-    flags = [_flag(action) for action in parser._actions if action.option_strings]
+    # A parser may accept spellings that an option does not show; all of them lead to its action.
+    spellings: dict[int, list[str]] = {}
+    for name, action in parser._option_string_actions.items():
+        spellings.setdefault(id(action), []).append(name)
+    flags = [
+        _flag(action, spellings[id(action)]) for action in parser._actions if action.option_strings
+    ]
     fields = {}
     for option, class_name in JSON_OPTIONS.items():
         config = getattr(vllm.config, class_name, None)
@@ -88,7 +94,7 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _flag(action: argparse.Action) -> dict[str, Any]:
+def _flag(action: argparse.Action, names: list[str]) -> dict[str, Any]:
     """One option: how it is spelled, whether a value follows, and what it may be."""
     if isinstance(action, argparse.BooleanOptionalAction):
         kind = "boolean"
@@ -100,7 +106,7 @@ def _flag(action: argparse.Action) -> dict[str, Any]:
     shown = repr(default)
     plain = default is None or isinstance(default, (bool, int, float, str))
     return {
-        "names": list(action.option_strings),
+        "names": names,
         "kind": kind,
         "choices": None if action.choices is None else sorted(map(str, action.choices)),
         # What is no plain value is a default made by a class; its text differs between runs.
