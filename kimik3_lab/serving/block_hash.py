@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kimik3_lab.serving.knobs import require_at_least
 from kimik3_lab.serving.request import Request
 
 __all__ = ["NONE_HASH", "BlockHasher", "hash_block_tokens"]
@@ -71,6 +72,10 @@ class BlockHasher:
 
     hash_block_size: int
     num_lookahead_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(1, "hash_block_size", self.hash_block_size, "a block holds tokens")
+        require_at_least(0, "num_lookahead_tokens", self.num_lookahead_tokens, "0 looks at none")
 
     def update(self, request: Request) -> list[bytes]:
         """Hash the blocks of ``request`` that have become full; return all its hashes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from kimik3_lab.serving.knobs import require_at_least, require_one_of
+from kimik3_lab.serving.knobs import require_at_least, require_booleans, require_one_of
 
 __all__ = ["CacheConfig", "PrefillCheckpoints", "SpeculativeStates"]
 
@@ -54,8 +54,8 @@ class CacheConfig:
         An exported state lies a multiple of this behind the start of its chunk: the chunk length
         of the kernel, 16 for FlashKDA.
     enable_mamba_shared_prefix_checkpoint : bool
-        Keep the state at a junction inside a block too. Has an effect with a drafter that reads
-        hidden states, and with ``prefix_match_unit``.
+        Keep the state at a junction (#37898) inside a block too (#53945). Has an effect with a
+        drafter that reads hidden states, and with ``prefix_match_unit``.
     speculative_states : {"slots", "records"}
         Where verification keeps what it may have to take back. ``"slots"``: a state for each draft
         token, K more blocks for each request and group. ``"records"``: the inputs of the
@@ -68,21 +68,22 @@ class CacheConfig:
         prompt that ends on a block boundary can be resumed one block before it. False is vLLM
         0.27.1, which kept a state that no repetition could use (#50235, #50409).
     free_state_gaps : bool
-        Free every state that is behind. False is vLLM 0.27.1, which stops at the first gap.
+        Free every state that is behind (#55450). False is vLLM 0.27.1, which stops at the first
+        gap.
     exact_state_count : bool
         Ask for the state blocks that are needed. False is vLLM 0.27.1, which asks for the most
-        that could be.
+        that could be, as #30877 wrote it; which change mended it is not known.
     keep_known_keys : bool
-        Leave a partial block alone that has its hash already. False is vLLM up to 0.32, where a
-        sibling had to wait a step for it.
+        Leave a partial block (#45939, #46384) alone that has its hash already. False is vLLM up to
+        0.32, where a sibling had to wait a step for it.
     hash_written_states_only : bool
         Give no hash to the state that a chunk started from inside a block and then left behind for
-        an exported checkpoint. False is vLLM up to 0.33, where it gets the hash of its block's end,
-        which it has not reached.
+        an exported checkpoint. False is vLLM from #52789 up to 0.33, where it gets the hash of its
+        block's end, which it has not reached.
     defer_unwritten_copies : bool
         Let a request whose hit ends inside a block wait for a step if that block is written in this
         very step: its copy would be made before. False is vLLM up to 0.33, which waits for states
-        only.
+        only (#29387).
     uncached_reuse : {"lifo", "fifo"}
         Order in which blocks without a hash are taken again while prefix caching is off: the last
         one given back first (#51482), or last (#48017, vLLM 0.27.1).
@@ -122,6 +123,7 @@ class CacheConfig:
     uncached_reuse: Literal["lifo", "fifo"] = "lifo"
 
     def __post_init__(self) -> None:
+        require_booleans(self)
         for least, name, why in (
             (2, "num_blocks", "block 0 is the null block and holds no tokens"),
             (1, "block_size", "it is the tokens that a block holds"),

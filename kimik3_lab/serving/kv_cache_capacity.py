@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kimik3_lab.serving.cache_config import CacheConfig
+from kimik3_lab.serving.knobs import require_at_least
 from kimik3_lab.serving.prefill_checkpoint import cdiv
 
 __all__ = ["RequestBlocks", "blocks_per_request", "capacity_in_tokens"]
@@ -90,5 +91,6 @@ def capacity_in_tokens(
     >>> capacity_in_tokens(k3(34.28, dcp_world_size=8), 1_048_576)
     19751980
     """
+    require_at_least(1, "max_model_len", max_model_len, "a request has tokens")
     per_request = blocks_per_request(config, max_model_len, num_speculative_tokens).total
     return int(config.num_blocks / per_request * max_model_len)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kimik3_lab.serving.request import Request, RequestStatus, SamplingParams
+from kimik3_lab.serving.spec_decode import SpecDecodingStats
 
 __all__ = [
     "CachedRequestData",
@@ -21,6 +22,7 @@ __all__ = [
     "NewRequestData",
     "SchedulerOutput",
     "SchedulerStats",
+    "TokenLogprobs",
 ]
 
 
@@ -107,12 +109,44 @@ class SchedulerOutput:
     scheduled: list[Request] = field(default_factory=list, repr=False, compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely one output token was, and which tokens were likely in its place.
+
+    The distribution is the model's own: before temperature, top-p, top-k and min-p, and for a
+    token of a draft the target's, not the drafter's (vLLM's default, ``logprobs_mode`` of
+    ``raw_logprobs``).
+
+    Attributes
+    ----------
+    token_id : int
+        The token that was chosen.
+    logprob : float
+        Natural logarithm of its probability, at most 0.
+    rank : int
+        Tokens at least as likely, itself among them: 1 for the most probable one.
+    top : tuple of (int, float)
+        The most probable token ids with their logarithms, the likeliest first, as many as
+        ``SamplingParams.logprobs`` asks for. The chosen token need not be among them.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """What an executor returns: for each request the tokens it sampled, none inside a prompt."""
+    """What an executor returns: for each request the tokens it sampled, none inside a prompt.
+
+    ``logprobs`` has an entry for each token of ``sampled_token_ids``, an empty list for a request
+    that did not ask; it is None if none of the step did.
+    """
 
     req_ids: list[str]
     sampled_token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs]] | None = None
 
 
 @dataclass(slots=True)
@@ -121,6 +155,7 @@ class EngineCoreOutput:
 
     ``finish_reason`` is None while the request goes on, else ``stop``, ``length``, ``abort`` or
     ``error``. ``stop_reason`` is the stop token that ended it, None for end-of-sequence.
+    ``new_logprobs`` has an entry for each new token, None if the request did not ask for them.
     """
 
     request_id: str
@@ -128,6 +163,7 @@ class EngineCoreOutput:
     finish_reason: str | None = None
     stop_reason: int | None = None
     num_computed_tokens: int = 0
+    new_logprobs: list[TokenLogprobs] | None = None
 
     @classmethod
     def from_request(cls, request: Request, new_token_ids: list[int]) -> EngineCoreOutput:
@@ -154,7 +190,7 @@ class SchedulerStats:
 
     ``kv_cache_usage`` is the share of usable blocks that are taken, in [0, 1];
     ``num_preemptions`` counts from the start, as do the tokens that were looked up in the prefix
-    cache and those that were found.
+    cache and those that were found. ``spec_decoding_stats`` is None without speculation.
     """
 
     num_running_reqs: int
@@ -163,3 +199,4 @@ class SchedulerStats:
     num_preemptions: int
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    spec_decoding_stats: SpecDecodingStats | None = None

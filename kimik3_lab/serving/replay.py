@@ -17,11 +17,13 @@ import argparse
 import gzip
 import json
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kimik3_lab.serving.recording_format import check_budget_row, check_scenario, check_trace
 from kimik3_lab.serving.replay_budget import budget_row
 from kimik3_lab.serving.replay_demos import DEMOS
 from kimik3_lab.serving.replay_scenario import Scenario, ScenarioRun, same_decision
@@ -88,7 +90,7 @@ def load(path: str | Path) -> Recording:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
         content = json.loads(data)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise RecordingError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("vllm"), str):
         raise RecordingError(
@@ -98,25 +100,53 @@ def load(path: str | Path) -> Recording:
         rules = vllm_rules(content["vllm"])
     except ValueError as error:
         raise RecordingError(f"{path}: {error}") from error
-    known = list(_scenarios(path, content))
-    budget = [row for row in content.get("budget", ()) if "error" not in row]
+    try:
+        known = list(_scenarios(content))
+        budget = list(_budget(content))
+    except ValueError as error:
+        raise RecordingError(f"{path}: {error}") from error
     if not known and not budget:
         raise RecordingError(f"{path} has neither 'scenarios' nor 'demos' nor 'budget'")
     with_trace = [scenario for scenario in known if "error" not in scenario.spec]
     return Recording(rules, with_trace, budget, len(known) - len(with_trace))
 
 
-def _scenarios(path: str | Path, content: Mapping[str, Any]) -> Iterator[Scenario]:
-    for name, trace in content.get("demos", {}).items():
+def _section(content: Mapping[str, Any], name: str, empty: list[Any] | dict[str, Any]) -> Any:
+    value = content.get(name, empty)
+    if not isinstance(value, type(empty)):
+        wanted = "an object" if isinstance(empty, dict) else "a list"
+        raise ValueError(f"{name!r} is a {type(value).__name__}, expected {wanted}")
+    return value
+
+
+def _scenarios(content: Mapping[str, Any]) -> Iterator[Scenario]:
+    for name, trace in _section(content, "demos", {}).items():
         if name not in DEMOS:
-            raise RecordingError(f"{path}: no demo is called {name!r}: {', '.join(DEMOS)}")
-        yield Scenario(name, DEMOS[name], trace)
-    for index, spec in enumerate(content.get("scenarios", ())):
-        missing = {"config", "arrivals"} - spec.keys() if isinstance(spec, dict) else {"config"}
-        if missing or not ("trace" in spec or "error" in spec):
-            wanted = ", ".join(sorted(missing)) or "trace"
-            raise RecordingError(f"{path}: scenario {index} has no {wanted}")
-        yield Scenario(str(spec.get("name", index)), spec, spec.get("trace", ()))
+            raise ValueError(f"no demo is called {name!r}: {', '.join(DEMOS)}")
+        yield _scenario(name, DEMOS[name], trace)
+    for index, spec in enumerate(_section(content, "scenarios", [])):
+        try:
+            check_scenario(spec)
+        except ValueError as error:
+            raise ValueError(f"scenario {index} {error}") from error
+        yield _scenario(str(spec.get("name", index)), spec, spec.get("trace", []))
+
+
+def _scenario(name: str, spec: Mapping[str, Any], trace: Any) -> Scenario:
+    if "error" not in spec:
+        try:
+            check_trace(trace, arrivals=any(spec["arrivals"].values()))
+        except ValueError as error:
+            raise ValueError(f"scenario {name} {error}") from error
+    return Scenario(name, spec, trace)
+
+
+def _budget(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for row in _section(content, "budget", []):
+        if isinstance(row, dict) and "error" in row:
+            continue
+        check_budget_row(row)
+        yield row
 
 
 def replay(scenario: Scenario, rules: VllmRules) -> Difference | None:
@@ -174,7 +204,10 @@ def _replay_budget(recording: Recording) -> int:
     wrong: list[str] = []
     for row in recording.budget:
         method, running = row.get("method"), row.get("running", 1)
-        ours = budget_row(recording.rules, method, running)
+        try:
+            ours = budget_row(recording.rules, method, running)
+        except ValueError as error:
+            raise RecordingError(f"budget of {method}, {running} running: {error}") from error
         differing = [name for name in ours if name in row and row[name] != ours[name]]
         if differing:
             name = differing[0]

@@ -76,6 +76,10 @@ class ScenarioRun:
         self.config: Mapping[str, Any] = spec["config"]
         self.scheduler = make_scheduler(*rules.configs(self.config), refuse_starvation=False)
         self._stop_after: dict[str, int] = {}
+        self._arrivals = {
+            int(step): [self._request(request) for request in requests]
+            for step, requests in spec["arrivals"].items()
+        }
         self._plans: deque[_Plan] = deque()
 
     def rows(self, num_steps: int) -> Iterator[Row]:
@@ -92,8 +96,8 @@ class ScenarioRun:
         scheduler = self.scheduler
         known = set(scheduler.requests)
         self._abort("aborts", step)
-        for request in self.spec["arrivals"].get(str(step), ()):
-            scheduler.add_request(self._request(request))
+        for request in self._arrivals.get(step, ()):
+            scheduler.add_request(request)
         known |= scheduler.requests.keys()
         output = scheduler.schedule()
         samples = [r.request_id for r in output.scheduled if not r.is_prefill_chunk]

@@ -16,6 +16,7 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
+from kimik3_lab.serving.knobs import require_number
 from kimik3_lab.serving.sampling_params import SamplingParams, checked_token_ids
 
 __all__ = ["Request", "RequestStatus", "SamplingParams"]
@@ -151,6 +152,11 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
+        if not isinstance(request_id, str) or not request_id:
+            raise ValueError(f"request_id must be a text that is not empty, got {request_id!r}")
+        if type(priority) is not int:
+            raise ValueError(f"request {request_id}: priority must be an integer, got {priority!r}")
+        require_number(f"request {request_id}: arrival_time", arrival_time)
         params = sampling_params or SamplingParams()
         if max_tokens is not None:
             params = dataclasses.replace(params, max_tokens=max_tokens)
@@ -231,6 +237,14 @@ class Request:
         params = self.sampling_params
         eos_token_id = None if params.ignore_eos else self.eos_token_id
         limit = min(max_model_len, self.num_prompt_tokens + self.max_tokens)
+        if (
+            self.num_tokens + len(token_ids) < limit
+            and not params.stop_token_ids
+            and (eos_token_id is None or eos_token_id not in token_ids)
+        ):  # most steps of most requests
+            self._all_token_ids += token_ids
+            self.num_tokens += len(token_ids)
+            return list(token_ids)
         for count, token_id in enumerate(token_ids, start=1):
             self._all_token_ids.append(token_id)
             self.num_tokens += 1

@@ -20,6 +20,7 @@ from kimik3_lab.serving.outputs import (
 )
 from kimik3_lab.serving.request import Request, RequestStatus
 from kimik3_lab.serving.request_queue import create_request_queue
+from kimik3_lab.serving.spec_decode import SpecDecodingCounter
 
 __all__ = ["RequestBook"]
 
@@ -79,6 +80,7 @@ class RequestBook:
             and config.cache_verified_tokens
             and config.num_speculative_tokens > 0
         )
+        self._spec_decoding = SpecDecodingCounter(config.num_speculative_tokens)
         # What the executor has not been told yet.
         self._preempted_req_ids: set[str] = set()
         self._finished_req_ids: set[str] = set()
@@ -140,8 +142,20 @@ class RequestBook:
         self._preempted_req_ids.add(request.request_id)
 
     def update_draft_token_ids(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """Set the drafts that the next step is to verify; those for a prompt are of no use."""
+        """Set the drafts that the next step is to verify; those for a prompt are of no use.
+
+        Raises
+        ------
+        ValueError
+            If a request is given more than ``num_speculative_tokens``: there is no room for them.
+        """
+        most = self.scheduler_config.num_speculative_tokens
         for request_id, token_ids in drafts.items():
+            if len(token_ids) > most:
+                raise ValueError(
+                    f"request {request_id}: {len(token_ids)} drafts, but num_speculative_tokens is "
+                    f"{most}"
+                )
             request = self.requests.get(request_id)
             if request is not None:
                 request.spec_token_ids = [] if request.is_prefill_chunk else list(token_ids)
@@ -157,6 +171,10 @@ class RequestBook:
         were aborted while the step ran are passed over. Steps are answered in their order.
         """
         sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
+        # Nobody asked for them in most steps.
+        logprobs = (
+            dict(zip(result.req_ids, result.logprobs, strict=True)) if result.logprobs else {}
+        )
         drafts = output.scheduled_spec_decode_tokens
         news, ended = [], []
         for request, num_tokens in zip(
@@ -171,10 +189,20 @@ class RequestBook:
             token_ids = sampled[request.request_id]
             if not token_ids:
                 continue
-            if drafts and not is_stale and request.request_id in drafts:
-                self._reject(request, len(drafts[request.request_id]) - (len(token_ids) - 1))
+            if drafts and request.request_id in drafts:
+                scheduled, num_accepted = drafts[request.request_id], len(token_ids) - 1
+                self._spec_decoding.observe_draft(
+                    scheduled,
+                    num_accepted,
+                    placeholders=self.scheduler_config.async_scheduling,
+                )
+                if not is_stale:
+                    self._reject(request, len(scheduled) - num_accepted)
             new_token_ids = self._book(request, token_ids, is_stale=is_stale)
-            news.append(EngineCoreOutput.from_request(request, new_token_ids))
+            item = EngineCoreOutput.from_request(request, new_token_ids)
+            if logprobs and request.sampling_params.logprobs is not None:
+                item.new_logprobs = logprobs[request.request_id][: len(new_token_ids)]
+            news.append(item)
             if request.status > RequestStatus.PREEMPTED:
                 ended.append(request)
         if ended:
@@ -243,4 +271,7 @@ class RequestBook:
             num_preemptions=self.num_preemptions,
             prefix_cache_queries=manager.prefix_cache_stats.queries,
             prefix_cache_hits=manager.prefix_cache_stats.hits,
+            spec_decoding_stats=(
+                self._spec_decoding.stats() if self._spec_decoding.num_spec_tokens else None
+            ),
         )

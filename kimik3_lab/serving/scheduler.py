@@ -185,6 +185,9 @@ class Scheduler(RequestBook):
         if self.scheduler_config.policy == "fcfs":
             return len(self.running) - 1
         urgency = [(request.priority, request.arrival_time) for request in self.running]
+        if self.scheduler_config.preempt_latest_of_equals:
+            # Whoever has come furthest among equals keeps its blocks, so somebody gets to an end.
+            return max(range(len(urgency)), key=lambda position: (urgency[position], position))
         return urgency.index(max(urgency))
 
     def _finish_plan(self, output: SchedulerOutput) -> SchedulerOutput:

@@ -9,7 +9,12 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from kimik3_lab.serving.knobs import require_at_least, require_one_of
+from kimik3_lab.serving.knobs import (
+    require_at_least,
+    require_booleans,
+    require_number,
+    require_one_of,
+)
 from kimik3_lab.serving.spec_decode import (
     BLOCK_DRAFTERS,
     SpeculativeMethod,
@@ -86,20 +91,25 @@ class SchedulerConfig:
         Keep the place in the running list when a victim stood before it. False is vLLM 0.27.1,
         where the next request was passed over (#49097).
     continue_after_self_preemption : bool
-        Under ``"priority"``, go on with the others after a request has preempted itself. False is
-        vLLM up to 0.32.
+        Under ``"priority"``, go on with the others after a request has preempted itself, as
+        #26765 proposed. False is vLLM up to 0.32.
     forget_unscheduled_hashes : bool
         Under ``"priority"``, take the hashes of this step back from a victim that the step had
         scheduled already: nobody will compute those tokens. False is vLLM up to 0.33, where a later
         request may find rows that were never written (#57580).
+    preempt_latest_of_equals : bool
+        Under ``"priority"``, of those that are equally dispensable (same ``priority``, same
+        ``arrival_time``) preempt the one that got its seat last. False is vLLM up to 0.33, which
+        takes the first of them (the order of #19057): two requests may then take each other's
+        blocks in turn for ever.
     cache_verified_tokens : bool
         With drafts, hash a block as soon as its tokens are verified. False is vLLM up to 0.32,
-        which hashes it a step later.
+        which hashes it a step later, or never if the request ends first (#54979).
     eagle_block_rule : {"lookahead_hash", "drop_eagle_only", "drop"}
         What becomes of the last block of a hit when the drafter reads hidden states. ``"drop"``
         computes it anew for DSpark and DFlash too (vLLM up to 0.32); ``"drop_eagle_only"`` only
-        where a drafter's row depends on the next token; ``"lookahead_hash"`` has the hash cover
-        that token, so that nothing is dropped (0.33).
+        where a drafter's row depends on the next token (#54163, #57110); ``"lookahead_hash"`` has
+        the hash cover that token, so that nothing is dropped (#50897, 0.33).
 
     Raises
     ------
@@ -138,6 +148,7 @@ class SchedulerConfig:
     exact_preemption_index: bool = True
     continue_after_self_preemption: bool = True
     forget_unscheduled_hashes: bool = True
+    preempt_latest_of_equals: bool = True
     cache_verified_tokens: bool = True
     eagle_block_rule: EagleBlockRule = "lookahead_hash"
 
@@ -160,6 +171,8 @@ class SchedulerConfig:
         require_one_of("token_budget", self.token_budget, TokenBudgetRule)
         require_one_of("eagle_block_rule", self.eagle_block_rule, EagleBlockRule)
         require_one_of("pad_spec_decode", self.pad_spec_decode, Literal["any", "beside_decodes"])
+        require_booleans(self)
+        require_number("watermark", self.watermark)
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must lie in [0, 1), got {self.watermark}")
         if (self.max_num_active_seqs or 1) > self.max_num_seqs:

@@ -111,6 +111,7 @@ _OLDEST = VllmRules(
         "cache_verified_tokens": False,
         "eagle_block_rule": "drop",
         "forget_unscheduled_hashes": False,
+        "preempt_latest_of_equals": False,
     },
     cache={
         "exact_prompt_boundaries": False,

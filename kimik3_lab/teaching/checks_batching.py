@@ -65,16 +65,16 @@ def _judge(
 ) -> None:
     """Hold one step against what ``judge`` gives."""
     budget, seats, threshold = knobs
-    given = plan(list(running), list(waiting), budget, seats, threshold)
+    answer = plan(list(running), list(waiting), budget, seats, threshold)
     state = (
         f"running lack {list(running)}, waiting lack {list(waiting)}, budget {budget}, "
         f"{seats} seats, threshold {threshold}"
     )
     wanted = len(running) + len(waiting)
+    assert answer is not None, f"{state}: expected {wanted} numbers, got None"
+    given = list(answer)
     assert len(given) == wanted, f"{state}: expected {wanted} numbers, got {len(given)}"
-    assert list(given) == list(expected), (
-        f"{state}: {judge} gives {list(expected)}, got {list(given)}"
-    )
+    assert given == list(expected), f"{state}: {judge} gives {list(expected)}, got {given}"
 
 
 def _follow(plan: Plan, seed: int) -> int:

@@ -102,7 +102,9 @@ def check_2(place: Callable[[Sequence[int], int], Sequence[int]]) -> None:
         "random": (torch.randint(50, 150, (64,), generator=generator).tolist(), 8),
     }
     for name, (load, ranks) in cases.items():
-        answer = [int(rank) for rank in place(list(load), ranks)]
+        placed = place(list(load), ranks)
+        assert placed is not None, f"{name}: expected a rank for each expert, got None"
+        answer = [int(rank) for rank in placed]
         assert len(answer) == len(load), (
             f"{name}: expected a rank for each of {len(load)} experts, got {len(answer)}"
         )

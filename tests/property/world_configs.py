@@ -14,7 +14,7 @@ __all__ = ["draw_configs"]
 
 #: Up to 0.33.0 vLLM has it the other way round, which lets a hit expose what was never computed:
 #: see tests/unit/test_known_bugs_cache.py. The proofs are about the right rules.
-SOUND_SCHEDULER = {"forget_unscheduled_hashes": True}
+SOUND_SCHEDULER = {"forget_unscheduled_hashes": True, "preempt_latest_of_equals": True}
 SOUND_CACHE = {"hash_written_states_only": True, "defer_unwritten_copies": True}
 
 _METHODS = ("ngram", "eagle3", "eagle3-parallel", "mtp", "draft_model", "pard", "dspark", "dflash")

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from kimik3_lab.serving import CacheConfig, Request, Scheduler, SchedulerConfig
+from kimik3_lab.serving import CacheConfig, Request, SamplingParams, Scheduler, SchedulerConfig
+from kimik3_lab.serving.block_hash import BlockHasher
+from kimik3_lab.serving.kv_cache_capacity import capacity_in_tokens
+from kimik3_lab.serving.outputs import ModelRunnerOutput
 
 GOOD: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256}
 DRAFTER = {"speculative_method": "dspark", "num_speculative_tokens": 4}
@@ -161,3 +164,61 @@ def test_a_prompt_that_leaves_no_room_for_output_is_refused() -> None:
     with pytest.raises(ValueError, match="max_model_len=256"):
         one.add_request(Request("a", [5] * 256))
     one.add_request(Request("b", [5] * 255))
+
+
+@pytest.mark.parametrize("value", [None, "x", float("nan"), True])
+def test_a_watermark_is_a_number(value: Any) -> None:
+    with pytest.raises(ValueError, match="watermark must be a number"):
+        SchedulerConfig(4, 64, 64, watermark=value)
+
+
+def test_a_switch_is_true_or_false() -> None:
+    with pytest.raises(ValueError, match="async_scheduling must be True or False, got 1"):
+        SchedulerConfig(4, 64, 64, async_scheduling=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="enable_prefix_caching must be True or False, got 'no'"):
+        CacheConfig(9, enable_prefix_caching="no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize("value", [None, "1", float("nan"), False])
+def test_a_sampling_parameter_is_a_number(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a number"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("value", [None, 7, "seven"])
+def test_token_ids_come_in_a_sequence(value: Any) -> None:
+    with pytest.raises(ValueError, match="stop_token_ids must be a sequence of token ids"):
+        SamplingParams(stop_token_ids=value)
+    with pytest.raises(ValueError, match="prompt_token_ids must be a sequence of token ids"):
+        Request("r", value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"request_id": None}, "request_id"),
+        ({"request_id": ""}, "request_id"),
+        ({"priority": "high"}, "priority"),
+        ({"arrival_time": float("nan")}, "arrival_time"),
+    ],
+)
+def test_a_request_says_what_is_wrong_with_it(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Request(**{"request_id": "r", "prompt_token_ids": [5], **fields})
+
+
+def test_more_drafts_than_there_is_room_for_are_refused() -> None:
+    config = SchedulerConfig(4, 64, 64, speculative_method="ngram", num_speculative_tokens=2)
+    scheduler = Scheduler(config, CacheConfig(9))
+    scheduler.add_request(Request("a", [5, 6]))
+    scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput(["a"], [[7]]))
+    with pytest.raises(ValueError, match="a: 50 drafts, but num_speculative_tokens is 2"):
+        scheduler.update_draft_token_ids({"a": [1] * 50})
+
+
+def test_sizes_of_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_model_len must be at least 1"):
+        capacity_in_tokens(CacheConfig(9), 0)
+    with pytest.raises(ValueError, match="hash_block_size must be at least 1"):
+        BlockHasher(0)

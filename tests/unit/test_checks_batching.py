@@ -68,6 +68,16 @@ def test_check_1_wants_a_number_for_each() -> None:
         checks_batching.check_1(lambda r, w, b, s, t: plan(r, w, b, s, t)[:-1])
 
 
+def test_check_1_says_when_nothing_comes_back() -> None:
+    with pytest.raises(AssertionError, match="expected 1 numbers, got None"):
+        checks_batching.check_1(lambda *state: None)
+
+
+def test_check_1_takes_any_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    checks_batching.check_1(lambda *state: iter(plan(*state)))
+    assert "exercise 1: right" in capsys.readouterr().out
+
+
 def test_vllm_is_a_judge_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks_batching, "_RANDOM_RUNS", 0)
     with pytest.raises(AssertionError, match=r"vLLM 0.33.0 gives"):

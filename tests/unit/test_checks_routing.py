@@ -75,6 +75,11 @@ def test_check_2_accepts_the_greedy_answer_as_list_and_as_tensor() -> None:
     checks_routing.check_2(lambda load, ranks: torch.tensor(greedy(load, ranks)))
 
 
+def test_check_2_says_when_nothing_comes_back() -> None:
+    with pytest.raises(AssertionError, match="expected a rank for each expert, got None"):
+        checks_routing.check_2(lambda load, ranks: None)
+
+
 @pytest.mark.parametrize(
     ("place", "message"),
     [

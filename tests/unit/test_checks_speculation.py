@@ -68,6 +68,26 @@ def test_check_2_wants_a_number_for_each() -> None:
         checks_speculation.check_2(short)
 
 
+def test_check_2_says_when_nothing_comes_back() -> None:
+    with pytest.raises(AssertionError, match="expected 1 numbers, got None"):
+        checks_speculation.check_2(lambda wants, budget, slots: None)
+
+
+def test_check_2_takes_its_contract_by_the_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once a request gets nothing, all after it get nothing: also if it wanted nothing."""
+
+    def by_the_letter(wants: Sequence[int], budget: int, slots: int) -> list[int]:
+        given: list[int] = []
+        for want in wants:
+            nothing = given and not given[-1]
+            given.append(0 if nothing else max(min(want, budget - slots), 0))
+            budget -= given[-1] + slots
+        return given
+
+    checks_speculation.check_2(by_the_letter)
+    assert "exercise 2: right" in capsys.readouterr().out
+
+
 def test_accepted_lengths_are_shares_and_must_fit() -> None:
     figure = plots_speculation.accepted_lengths([2, 1, 1], [0.5, 0.25])
     assert list(figure.data[0].y) == [50, 25, 25] and list(figure.data[1].x) == [1, 2]

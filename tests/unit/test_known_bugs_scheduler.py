@@ -190,3 +190,22 @@ def test_the_starvation_corner_of_0_27_1() -> None:
     assert first_chunk("static") == 0
     assert first_chunk("adaptive") == 7168  # 7,945 tokens left, in whole blocks
     assert first_chunk("lookahead_cap") == 7168
+
+
+@pytest.mark.parametrize("latest", [False, True])
+def test_equals_do_not_take_each_other_s_blocks_for_ever(latest: bool) -> None:
+    """Up to 0.33 the first of two equals was the victim: each lost to the other in turn."""
+    one = scheduler(
+        4, 64, num_blocks=6, block_size=8, policy="priority", long_prefill_token_threshold=3,
+        scheduler_reserve_full_isl=False, preempt_latest_of_equals=latest,
+    )  # fmt: skip
+    for name in "ab":  # 4 blocks each, of 5; neither priority nor arrival_time tells them apart
+        one.add_request(request(name, prefix(31)))
+    if latest:
+        finish(one, limit=60)
+        assert one.num_preemptions < 10
+        return
+    for _ in range(300):
+        step(one)
+    assert one.num_preemptions > 50
+    assert not any(r.num_output_tokens for r in one.requests.values())

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from itertools import pairwise
 
 import pytest
 
+from kimik3_lab.serving.cache_config import CacheConfig
 from kimik3_lab.serving.presets import LADDER, MAIN_2026_09_13, V0_27_1, Preset
+from kimik3_lab.serving.scheduler_config import SchedulerConfig
 from kimik3_lab.serving.vllm_rules import VLLM_RULES, vllm_rules
 
 #: Mended rules that have no effect without priorities or prefix caching.
 _WITHOUT_EFFECT = (
     "forget_unscheduled_hashes",
+    "preempt_latest_of_equals",
     "hash_written_states_only",
     "defer_unwritten_copies",
 )
@@ -74,3 +78,14 @@ def test_the_baseline_is_what_was_recorded_of_its_version() -> None:
 def test_an_unknown_version_is_named_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"0\.11\.0.*0\.27\.1, 0\.32\.0, 0\.33\.0"):
         vllm_rules("0.11.0")
+
+
+@pytest.mark.parametrize("kind", [SchedulerConfig, CacheConfig])
+def test_a_switch_that_tells_releases_apart_names_its_pull_request(
+    kind: type[SchedulerConfig] | type[CacheConfig],
+) -> None:
+    field = "scheduler" if kind is SchedulerConfig else "cache"
+    names = {name for rules in VLLM_RULES.values() for name in getattr(rules, field)}
+    assert names
+    paragraphs = dict(re.findall(r"^    (\w+) : .*\n((?:        .*\n)+)", kind.__doc__ or "", re.M))
+    assert sorted(n for n in names if not re.search(r"#\d{5}", paragraphs[n])) == []

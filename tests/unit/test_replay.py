@@ -97,6 +97,12 @@ def test_a_table_of_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (b'{"vllm": "0.33.0"}', "neither 'scenarios' nor 'demos' nor 'budget'"),
         (b'{"vllm": "0.33.0", "demos": {"unheard of": []}}', "unheard of"),
         (b'{"vllm": "0.33.0", "scenarios": [{"config": {}}]}', "scenario 0 has no arrivals"),
+        (b'{"vllm": "0.33.0", "scenarios": 5}', "'scenarios' is a int, expected a list"),
+        (b'{"vllm": "0.33.0", "scenarios": [5]}', "scenario 0 is a int"),
+        (b'{"vllm": "0.33.0", "demos": []}', "'demos' is a list, expected an object"),
+        (b'{"vllm": "0.33.0", "budget": [{"method": "dspark"}]}', "has none of prefill"),
+        (b'{"vllm": "0.33.0", "budget": [{"running": -1, "total": 1}]}', "-1 running"),
+        (b'{"vllm": "0.33.0", "budget": [{"method": "moon", "total": 1}]}', "budget of moon"),
         (
             b'{"vllm": "0.33.0", "scenarios": [{"config": {"moon": 1}, "arrivals": {}, '
             b'"trace": []}]}',
@@ -119,6 +125,33 @@ def test_what_is_no_recording_is_refused(
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert re.search(message, error)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": []}, "config is a list"),
+        ({"arrivals": None}, "arrivals is a NoneType"),
+        ({"arrivals": {"x": []}}, "by step, got 'x'"),
+        ({"arrivals": {"0": [{"id": "a"}]}}, "request 0 of step 0 has no prompt, max_tokens"),
+        ({"arrivals": {"0": [{"id": "a", "prompt": [], "max_tokens": 1}]}}, "prompt is empty"),
+        ({"arrivals": {"0": [{"id": "a", "prompt": [["range", 1]], "max_tokens": 1}]}}, "piece"),
+        ({"accept": -1}, r"accepts \[-1\]"),
+        ({"aborts": {"2": "a"}}, "aborts of step 2 is a str"),
+        ({"trace": None}, "trace is a NoneType"),
+        ({"trace": []}, "empty trace: there is nothing to compare with"),
+        ({"trace": [{}]}, "row 0 of the trace has no 'scheduled'"),
+        ({"trace": [*TRACE[:2], {"step": 2, "free_blocks": 8}]}, "row 2 of the trace"),
+    ],
+)
+def test_a_damaged_scenario_is_no_match_and_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path / "a.json", scenarios=[{**SCENARIO, "trace": TRACE, **change}])
+    assert replay.main([str(path)]) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert re.search(message, written.err)
 
 
 def test_the_command_line_says_what_it_does() -> None:

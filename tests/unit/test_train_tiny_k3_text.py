@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools.train_tiny_k3 import corpus
+from tools.train_tiny_k3.__main__ import COMMANDS, main
 from tools.train_tiny_k3.corpus import CorpusError, Document
 from tools.train_tiny_k3.shape import target_config
 from tools.train_tiny_k3.tokenizer import encode_documents, train_tokenizer
@@ -114,3 +115,27 @@ def test_the_tokenizer_learns_the_words_of_its_text() -> None:
     assert trained.decode(ids) == text and min(ids) > 2
     assert len(trained.encode(" return").ids) == 1
     assert len(ids) < len(text) / 2.5
+
+
+def test_a_missing_file_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    missing = tmp_path / "corpus.tar.xz"
+    words = ["tokenizer", "--corpus", str(missing), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["tools.train_tiny_k3", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert str(missing) in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["tools.train_tiny_k3", command, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert command in capsys.readouterr().out

@@ -211,6 +211,14 @@ def test_learning_rate_rises_and_falls() -> None:
 # -- the loop --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"steps": 3, "batch_size": 0}, {"steps": 3, "dropout": 1.0}]
+)
+def test_settings_under_which_nothing_is_trained_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{list(wrong)[-1]} must"):
+        Settings(**wrong)
+
+
 def test_it_learns(finished: Training) -> None:
     # Symbols come in pairs: half of the tokens are certain, the others one of eight.
     floor = math.log(8) / 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import tarfile
 
 #: Command to module and to what it does.
 COMMANDS = {
@@ -34,7 +35,10 @@ def main() -> None:
             module.add_arguments(command)
     options = parser.parse_args()
     assert module is not None, "argparse refuses a command that is not in COMMANDS"
-    module.run(options)
+    try:
+        module.run(options)
+    except (FileNotFoundError, NotADirectoryError, EOFError, tarfile.TarError) as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
 if __name__ == "__main__":

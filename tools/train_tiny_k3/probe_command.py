@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_data_arguments(parser)
     parser.add_argument("--seconds", type=float, required=True, help="time for the training")
-    parser.add_argument("--batch-size", type=int, default=Settings(steps=0).batch_size)
-    parser.add_argument("--length", type=int, default=Settings(steps=0).length)
+    parser.add_argument("--batch-size", type=int, default=Settings(steps=1).batch_size)
+    parser.add_argument("--length", type=int, default=Settings(steps=1).length)
     parser.add_argument("--most-epochs", type=float, default=20.0)
     parser.add_argument("--margin", type=float, default=0.93, help="share of the time to plan for")
 

@@ -88,6 +88,8 @@ def save_tokenizer(tokenizer: Tokenizer, config: K3Config, folder: Path) -> None
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Read ``tokenizer.json``."""
+    if not (folder / "tokenizer.json").is_file():
+        raise FileNotFoundError(f"no tokenizer.json in {folder}: give a folder of `tokenizer`")
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 

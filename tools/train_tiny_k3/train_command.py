@@ -42,7 +42,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_data_arguments(parser)
-    defaults = Settings(steps=0)
+    defaults = Settings(steps=1)
     parser.add_argument("--out", type=Path, required=True, help="folder; an old training goes on")
     parser.add_argument("--steps", type=int, required=True)
     for name in ("batch_size", "length", "warmup", "seed", "log_every", "score_every"):

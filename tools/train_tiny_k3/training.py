@@ -51,6 +51,13 @@ class Settings:
     log_every: int = 20
     score_every: int = 200
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "length", "log_every", "score_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+
 
 class Training:
     """A model being trained.
