@@ -98,7 +98,8 @@ def _print_table(name: str, report: AnatomyReport) -> None:
     )
     if memory.all_mla_break_even is not None:
         console.print(
-            f"It needs less than MLA in every layer from {memory.all_mla_break_even:,} tokens on."
+            f"From {memory.all_mla_break_even:,} tokens on, "
+            "a model with MLA in every layer would keep more."
         )
     flops = report.flops_per_token
     console.print(

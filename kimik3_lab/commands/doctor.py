@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -38,4 +41,10 @@ def doctor(
         typer.echo(f"Not ready: {failed} of {len(checks)} checks failed.")
         raise typer.Exit(1)
     with_warnings = f" with {warned} warning{'s' * (warned > 1)}" if warned else ""
-    typer.echo(f"Ready{with_warnings}. Start with: k3lab lab")
+    typer.echo(f"Ready{with_warnings}. Start with: {_this_command()} lab")
+
+
+def _this_command() -> str:
+    """``k3lab`` as the reader's shell finds it: its path, unless the environment is activated."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "k3lab" and shutil.which("k3lab") is None else "k3lab"

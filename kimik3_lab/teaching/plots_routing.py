@@ -45,10 +45,11 @@ def sorted_loads(loads: Mapping[str, Sequence[float]]) -> go.Figure:
             x=list(range(1, experts + 1)), y=shares, mode="lines+markers", **series_style(index),
             hovertemplate="%{y:.2f} times the fair share<extra>" + name + "</extra>",
         )  # fmt: skip
-        label(figure, 1, shares[0], name, index, side="right" if index == 0 else "below")
-        figure.layout.annotations[-1].update(xanchor="left", yshift=8 if index == 0 else -22)
+        label(figure, experts, shares[-1], name, index, side="right")
+    _spread(figure)
     figure.add_hline(y=1, line={"color": "#777777", "width": 1, "dash": "dot"})
-    figure.update_xaxes(title="experts of the layer, busiest first", range=[0.4, experts + 0.6])
+    # Room for the names at the end of each line.
+    figure.update_xaxes(title="experts of the layer, busiest first", range=[0.4, 1.15 * experts])
     figure.update_yaxes(title="load / fair share", rangemode="tozero")
     figure.update_layout(
         title="The bias brings every expert close to its share", showlegend=False, height=400
@@ -132,7 +133,7 @@ def load_over_steps(
     ticks = [tick for tick in (1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 32) if tick <= 1.3 * top]
     figure.update_yaxes(
         title="busiest expert / fair share (logarithmic)", type="log", tickvals=ticks,
-        range=[log10(0.95), log10(1.3 * top)],
+        range=[log10(0.88), log10(1.3 * top)],
     )  # fmt: skip
     for index, (name, (steps, values)) in enumerate(series.items()):
         figure.add_scatter(

@@ -85,7 +85,8 @@ def schedule(
     figure.update_yaxes(
         type="category", categoryorder="array", categoryarray=names[::-1], row=1, col=1
     )
-    figure.update_yaxes(title="tokens", rangemode="tozero", row=2, col=1)
+    # The lower panel may be 40 pixels high: more ticks would be written over each other.
+    figure.update_yaxes(title="tokens", rangemode="tozero", nticks=3, row=2, col=1)
     end = timeline.seconds if last is None else last
     figure.update_xaxes(range=[0, end], showgrid=False)
     figure.update_xaxes(title=unit, row=2, col=1)
@@ -121,7 +122,9 @@ def _pieces(timeline: Timeline, names: Sequence[str]) -> Iterator[_Piece]:
 
 
 def _mark_preemptions(figure: go.Figure, timeline: Timeline, names: Sequence[str]) -> None:
-    marks = [(s.start, name) for s in timeline.steps for name in s.preempted if name in names]
+    marks = [
+        (s.start, name) for s in timeline.steps for name in sorted(s.preempted) if name in names
+    ]
     if marks:
         x, y = zip(*marks, strict=True)
         figure.add_scatter(

@@ -80,7 +80,8 @@ def speed_by_k(ks: Sequence[int], speed: Mapping[str, Sequence[float]]) -> go.Fi
             marker={**style["marker"], "size": 17, "symbol": "circle-open", "line": {"width": 2}},
         )  # fmt: skip
         label(figure, ks[-1], values[-1], name, index, side="right")
-    figure.update_xaxes(title="drafts K", dtick=1, range=[ks[0] - 0.2, ks[-1] + 2.4])
+        figure.layout.annotations[-1].update(xshift=14)  # clear of the ring
+    figure.update_xaxes(title="drafts K", tickvals=list(ks), range=[ks[0] - 0.2, ks[-1] + 2.6])
     figure.update_yaxes(title="speed against no drafts", rangemode="tozero")
     figure.update_layout(title="The dearer a row, the fewer drafts", showlegend=False, height=400)
     return figure

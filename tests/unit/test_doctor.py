@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -271,3 +273,11 @@ def test_command(
     result = run(app, ["doctor", "--json"])
     body = json.loads(result.output)
     assert (result.exit_code, body["ready"], len(body["checks"])) == (code, code == 0, 2)
+
+
+def test_command_names_itself_as_the_shell_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "run_checks", lambda: [Check("a", "OK", "fine")])
+    monkeypatch.setattr(sys, "argv", [".venv/bin/k3lab", "doctor"])
+    for found, told in ((None, ".venv/bin/k3lab lab"), ("/usr/bin/k3lab", ": k3lab lab")):
+        monkeypatch.setattr(shutil, "which", lambda name, found=found: found)
+        assert told in run(app, ["doctor"]).output

@@ -20,6 +20,10 @@ def test_sorted_loads_are_shares_of_the_mean_busiest_first() -> None:
     assert list(bare.y) == [2.0, 1.0, 2 / 3, 1 / 3] and list(even.y) == [1.0] * 4
     assert texts(figure) == ["bare", "with bias"]
     assert bare.marker.symbol != even.marker.symbol
+    # The names stand beside the last points, clear of the lines and of each other.
+    low, high = sorted(note.y for note in figure.layout.annotations)
+    assert all(note.x == 4 for note in figure.layout.annotations) and high - low > 0.1
+    assert figure.layout.xaxis.range[1] > 4.5
 
 
 def test_bias_quantile_rises_to_all_tokens_and_marks_the_wanted_share() -> None:

@@ -95,5 +95,6 @@ def test_the_figure_marks_preemptions_and_hides_requests_not_asked_for() -> None
     made = timeline.run(scheduler(blocks=9), [request("a", 40, 40), request("b", 40, 40)])
     whole = plots_schedule.schedule(made)
     assert [list(t.y) for t in whole.data if t.name == "preempted"] == [["b"]]
+    assert whole.layout.yaxis2.nticks == 3  # more would be written over each other
     part = plots_schedule.schedule(made, requests=["a"])
     assert {y for t in part.data if t.orientation == "h" for y in t.y} == {"a"}
