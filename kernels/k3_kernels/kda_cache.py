@@ -9,9 +9,10 @@ import torch
 
 from k3_kernels._compat import FLOATS
 
-__all__ = ["check_conv_state", "check_conv_weight", "check_slots", "check_state"]
+__all__ = ["HEAD_DIMS", "check_conv_state", "check_conv_weight", "check_slots", "check_state"]
 
-HEAD_DIMS = (32, 64, 128)
+#: Head dimensions that the kernels take; K3 has 128, the smallest are for models to learn on.
+HEAD_DIMS = (16, 32, 64, 128)
 
 
 def check_state(

@@ -49,13 +49,16 @@ import torch
 
 from k3_kernels import tuned
 from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
-from k3_kernels.kda_cache import check_conv_state, check_conv_weight, check_slots, check_state
+from k3_kernels.kda_cache import (
+    HEAD_DIMS,
+    check_conv_state,
+    check_conv_weight,
+    check_slots,
+    check_state,
+)
 from k3_kernels.kda_records import KDARecords
 
 __all__ = ["HEAD_DIMS", "KDADecodeConfig", "choose_config", "kda_decode"]
-
-#: Head dimensions that the kernels take; K3 has 128.
-HEAD_DIMS = (32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ def kda_decode(
 ) -> torch.Tensor:
     """Advance every request of a batch by its tokens, in place, and return what goes to ``o_proj``.
 
-    N tokens of B requests, H heads of dimension D = 32, 64 or 128, C = 3 H D channels.
+    N tokens of B requests, H heads of dimension D = 16, 32, 64 or 128, C = 3 H D channels.
 
     Parameters
     ----------

@@ -137,7 +137,7 @@ def kda_prefill(
     Parameters
     ----------
     q, k, v
-        ``[N, H, D]``, D = 32, 64 or 128, after convolution and SiLU, not normalised; float32,
+        ``[N, H, D]``, D = 16, 32, 64 or 128, after convolution and SiLU, not normalised; float32,
         float16 or bfloat16. Rows may be any distance apart, the heads of a row not.
     raw_gate, raw_beta
         ``[N, H, D]`` and ``[N, H]``, before bias, sigmoid and so on, same type.

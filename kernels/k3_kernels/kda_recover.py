@@ -71,7 +71,7 @@ def choose_config(programs: int, head_dim: int, device: torch.device) -> KDAReco
     found = tuned.lookup("kda_recover", f"D={head_dim}", programs, device)
     if found is not None:
         return KDARecoverConfig(**found)
-    return KDARecoverConfig(16 if programs <= 132 else 32, 8, 1)
+    return KDARecoverConfig(min(16 if programs <= 132 else 32, head_dim), 8, 1)
 
 
 def kda_recover(

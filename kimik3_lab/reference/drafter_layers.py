@@ -77,12 +77,16 @@ class _DraftAttention(nn.Module):
         k_pe = rotate(k_pe, positions, self.frequencies)
         return torch.cat((self.kv_a_layernorm(compressed), k_pe), -1)
 
-    def forward(self, x: Tensor, positions: Tensor, context: Tensor) -> Tensor:
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return queries ``[T, H, nope + rope]`` of ``x [T, hidden]``, their last part rotated."""
         config = self.config
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.unflatten(-1, (config.num_attention_heads, -1))
         nope, pe = q.split((config.qk_nope_head_dim, config.qk_rope_head_dim), -1)
-        q = torch.cat((nope, rotate(pe, positions, self.frequencies)), -1)
+        return torch.cat((nope, rotate(pe, positions, self.frequencies)), -1)
+
+    def forward(self, x: Tensor, positions: Tensor, context: Tensor) -> Tensor:
+        q = self.queries(x, positions)
         rows = torch.cat((context, self.latent(x, positions)))
         o = mla.absorbed(q, rows, self.kv_b_proj.weight, scale=self.scale, causal=False)
         return self.o_proj(o.flatten(-2))

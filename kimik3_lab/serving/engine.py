@@ -20,6 +20,7 @@ from kimik3_lab.serving.outputs import (
     ModelRunnerOutput,
     SchedulerOutput,
     SchedulerStats,
+    TokenLogprobs,
 )
 from kimik3_lab.serving.request import Request, SamplingParams
 from kimik3_lab.serving.scheduler import Scheduler
@@ -54,11 +55,15 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """Output tokens of one prompt, and why they ended (``EngineCoreOutput.finish_reason``)."""
+    """Output tokens of one prompt, and why they ended (``EngineCoreOutput.finish_reason``).
+
+    ``logprobs`` has an entry for each token, None if the request did not ask for them.
+    """
 
     request_id: str
     token_ids: list[int]
     finish_reason: str
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +157,13 @@ class Engine:
         ValueError
             If the request could never run, or its id is in use; the message has the numbers.
         """
-        largest = max(request.prompt_token_ids)
-        if self._vocab_size is not None and largest >= self._vocab_size:
-            raise ValueError(
-                f"request {request.request_id}: token id {largest} lies outside the vocabulary of "
-                f"{self._vocab_size}; was another tokenizer used?"
-            )
+        if self._vocab_size is not None:
+            largest = max(request.prompt_token_ids)
+            if largest >= self._vocab_size:
+                raise ValueError(
+                    f"request {request.request_id}: token id {largest} lies outside the vocabulary "
+                    f"of {self._vocab_size}; was another tokenizer used?"
+                )
         self.scheduler.add_request(request)
 
     def abort(self, request_id: str) -> None:
@@ -255,6 +261,7 @@ class Engine:
             raise ValueError(f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params")
         eos_token_id: int | None = getattr(self.executor, "eos_token_id", None)
         tokens: dict[str, list[int]] = {}
+        logprobs: dict[str, list[TokenLogprobs]] = {}
         reasons: dict[str, str] = {}
         try:
             for prompt, params in zip(prompts, sampling_params, strict=True):
@@ -268,6 +275,8 @@ class Engine:
                         if news.request_id not in tokens:
                             continue  # a request that somebody else added
                         tokens[news.request_id] += news.new_token_ids
+                        if news.new_logprobs is not None:
+                            logprobs.setdefault(news.request_id, []).extend(news.new_logprobs)
                         if news.finish_reason is not None:
                             reasons[news.request_id] = news.finish_reason
                             bar.update()
@@ -276,7 +285,9 @@ class Engine:
                 self.abort(request_id)
         # Without a reason it was aborted behind this method's back.
         return [
-            GenerationResult(request_id, token_ids, reasons.get(request_id, "abort"))
+            GenerationResult(
+                request_id, token_ids, reasons.get(request_id, "abort"), logprobs.get(request_id)
+            )
             for request_id, token_ids in tokens.items()
         ]
 

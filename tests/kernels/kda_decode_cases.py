@@ -86,6 +86,10 @@ CASES = [
     Case(tokens=(0, 4), records=True, columns=6, accepted=(2, 3), dtype=F16),
     Case(heads=1, dim=128, slots=(1,), tokens=(2,), records=True, columns=5),
     Case(heads=1, dim=64, slots=(1,), tokens=(2,), drafts=2, columns=5, bounded=False),
+    # The heads of the smallest models.
+    Case(dim=16),
+    Case(dim=16, tokens=(3, 2), records=True, columns=5),
+    Case(dim=16, tokens=(3, 2), drafts=3, columns=5),
 ]
 
 

@@ -67,6 +67,7 @@ CASES = [
          boundary_slots=(0, 6, 7, 8)),
     Case(layers=2, boundary=(1, 3), boundary_slots=(0, 2), dtype=F16),
     Case(window=False),
+    Case(dim=16, boundary=(1, 0), boundary_slots=(4, -1)),
 ]  # fmt: skip
 
 

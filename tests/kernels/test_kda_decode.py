@@ -139,7 +139,7 @@ def test_parts_of_a_packed_projection(device: str) -> None:
 
 def test_configuration_follows_the_shape() -> None:
     cpu = torch.device("cpu")
-    for dim in (32, 64, 128):
+    for dim in (16, 32, 64, 128):
         for programs in (1, 12, 132, 133, 768, 100_000):
             config = choose_config(programs, dim, cpu)
             assert dim % config.block_v == 0 and dim % config.chunk == 0
@@ -190,7 +190,7 @@ GOOD["conv_state"] = GOOD["conv_state"].transpose(1, 2)
         ({"conv_state": torch.zeros(6, 192, 3).half()}, TypeError, "conv_state is torch.float16"),
         ({"state": torch.zeros(5, 2, 32, 32).half()}, TypeError, "state is torch.float16"),
         ({"state": torch.zeros(5, 2, 32, 16)}, ValueError, "32 values and 16 keys"),
-        ({"state": torch.zeros(5, 2, 48, 48)}, ValueError, "one of 32, 64, 128"),
+        ({"state": torch.zeros(5, 2, 48, 48)}, ValueError, "one of 16, 32, 64, 128"),
         ({"state": torch.zeros(5, 2, 32, 64)[..., :32]}, ValueError, r"the \[V, K\] of a head"),
         ({"state": torch.zeros(2, 32, 32)}, ValueError, r"state must be a tensor \[slots, H, V"),
         ({"state_slots": torch.tensor([1, 2])}, TypeError, "state_slots is torch.int64"),

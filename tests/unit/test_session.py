@@ -80,8 +80,9 @@ def test_start_turns_the_interpreter_on_without_a_gpu() -> None:
 
 @pytest.mark.usefixtures("no_kernels")
 def test_kernels_imported_too_early_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "k3_kernels.routing", types.ModuleType("k3_kernels.routing"))
-    with pytest.raises(RuntimeError, match=r"k3_kernels\.routing was imported before start"):
+    early = "k3_kernels.routing_kernel"
+    monkeypatch.setitem(sys.modules, early, types.ModuleType(early))
+    with pytest.raises(RuntimeError, match=r"k3_kernels\.routing_kernel was imported before start"):
         lab.start("00")
 
 

@@ -1,8 +1,40 @@
 """What can compute a step: each module here has an executor for the engine, or a part of one.
 
-Needs torch, module by module; importing this package alone imports nothing. Lessons 07 and 10.
+Needs torch, module by module; importing this package alone imports nothing. Lessons 07, 09 and 10.
+
+Read :mod:`~kimik3_lab.serving.executors.torch_executor` first: a step from the scheduler's plan to
+its tokens. Then where things lie (``paged_cache``, ``kda_states``, ``request_states``), how rows
+are laid out (``step_layout``, ``step_metadata``) and computed (``backends``, ``paged_mixer``,
+``paged_attention``, ``kda_records``; ``triton_*`` and ``cuda_graphs`` on a GPU), what is drafted
+and kept (``proposer``, ``rejection_sampler``, ``sampler``), and what it cost (``step_counters``).
 """
 
 from __future__ import annotations
 
-__all__ = ["paged_cache", "paged_mixer", "sampler", "torch_executor"]
+__all__ = [
+    "agreement",
+    "backends",
+    "cuda_graphs",
+    "draft_attention",
+    "draft_sampler",
+    "drafts",
+    "execution",
+    "kda_records",
+    "kda_states",
+    "logprobs",
+    "paged_attention",
+    "paged_cache",
+    "paged_mixer",
+    "proposer",
+    "random_stream",
+    "rejection_sampler",
+    "request_states",
+    "sampler",
+    "step_counters",
+    "step_layout",
+    "step_metadata",
+    "torch_executor",
+    "triton_mixer",
+    "triton_model",
+    "triton_moe",
+]

@@ -1,20 +1,28 @@
-"""Pages and slots: where the sequences of many requests lie, and how a step finds its rows there.
+"""Pages and states: the memory that outlives a step, shared by all requests.
 
-Needs torch. Lesson 07 looks into it. What one sequence keeps in
+Needs torch. Lesson 07 looks into it, lesson 10 runs on it. What one sequence keeps in
 :class:`~kimik3_lab.reference.state.SequenceState` lies here in tensors shared by all requests:
 
 =============  =======================================  ==========================================
-``latent``     ``[mla layer, block, block_size, 576]``  a row per token, found by the block table
-``recurrent``  ``[kda layer, slot, H, V, K]``           float32 or wider, V-major as kernels want it
-``conv``       ``[kda layer, slot, 3P, kernel - 1]``    the last inputs of the convolution
+``latent``     ``[mla layer, block, page, 576]``        a row per token, found by the block table
+``recurrent``  ``[layer of a group, row, H, V, K]``     float32 or wider, V-major as kernels want it
+``conv``       ``[layer of a group, row, 3P, window]``  the last inputs of the convolution
 =============  =======================================  ==========================================
+
+With state groups (``CacheConfig.num_kda_groups``) the row of a state is the id of its block in the
+scheduler's pool, and KDA layers are dealt to the groups in turn, as vLLM does: a block of one group
+holds the states of all its layers. Without them a row is a slot that the executor hands out itself.
+
+In vLLM a block's bytes serve pages and states alike. Here each kind has tensors of its own, with
+the same numbers, so that block sizes too small for a state can be tried; a block holds one kind at
+a time (:attr:`PagedCache.owner`). Rows that nobody has written take no memory on a CPU: the tensors
+are allocated and not filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +30,26 @@ from torch import Tensor
 from kimik3_lab.config import K3Config
 from kimik3_lab.reference.norms import compute_dtype
 from kimik3_lab.serving.config import CacheConfig
+from kimik3_lab.serving.executors.step_counters import StepCounters
 
-__all__ = ["Context", "PagedCache", "Segment", "StepMetadata"]
+__all__ = ["KdaLayer", "PagedCache", "StateMove"]
 
-#: Most rows of padded context that one attention call gathers, which bounds its memory.
-MAX_GATHERED_ROWS = 16_384
+
+class KdaLayer(NamedTuple):
+    """Memory of one KDA layer: its group, ``[row, H, V, K]`` and ``[row, 3P, window]``."""
+
+    group: int
+    recurrent: Tensor
+    conv: Tensor
+
+
+class StateMove(NamedTuple):
+    """A state to be copied: row to row, its window from another row and ``offset`` columns in."""
+
+    state: int
+    window: int
+    offset: int
+    target: int
 
 
 class PagedCache:
@@ -37,10 +60,15 @@ class PagedCache:
     config : K3Config
         Shape of the model.
     cache_config : CacheConfig
-        Number and size of blocks, as the scheduler has them. Block 0 stays zero: what is padded
-        reads it, and nothing writes it.
+        Number and size of blocks and the groups, as the scheduler has them. Block 0 is the null
+        block: what is padded reads it, and nothing writes it.
     num_slots : int
-        Requests that can hold a KDA state at the same time.
+        Requests that can run at the same time.
+    num_speculative_tokens : int
+        K: a window keeps K inputs more, so that it can be set back. Without state groups a request
+        also has K slots more, unless verification keeps records.
+    counters : StepCounters, optional
+        Where copies are counted.
     dtype, device
         Of the activations. Recurrent states are float32 or wider.
 
@@ -57,139 +85,125 @@ class PagedCache:
         cache_config: CacheConfig,
         num_slots: int,
         *,
+        num_speculative_tokens: int = 0,
+        counters: StepCounters | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
-        linear = config.linear_attn_config
+        linear, blocks = config.linear_attn_config, cache_config.num_blocks
         heads, width = linear.num_heads, linear.head_dim
-        window = linear.short_conv_kernel_size - 1
-        num_kda, num_mla = len(config.kda_layer_ids), len(config.mla_layer_ids)
-        blocks, block_size = cache_config.num_blocks, cache_config.block_size
+        groups = max(cache_config.num_kda_groups, 1)
+        layers = -(-len(config.kda_layer_ids) // groups)
 
-        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        #: Places of a request for states that verification may fall back to.
+        self.num_scratch = num_speculative_tokens * (cache_config.speculative_states == "slots")
+        rows = blocks if cache_config.num_kda_groups else num_slots * (1 + self.num_scratch)
+        self.counters = counters or StepCounters()
+        self.history = linear.short_conv_kernel_size - 1
+        self.num_attention_groups = cache_config.num_attention_groups
+        self.num_state_groups = groups
+        # Context parallelism spreads a page over ranks; on one device it is simply longer.
+        self.page_size = cache_config.scheduler_block_size
+        mla_layers = len(config.mla_layer_ids)
+        self.latent = torch.empty(
+            mla_layers, blocks, self.page_size, config.mla_cache_dim, dtype=dtype, device=device
+        )
+        self.latent[:, 0] = 0
+        self.recurrent = torch.empty(
+            layers, rows, heads, width, width, dtype=compute_dtype(dtype), device=device
+        )
+        window = self.history + num_speculative_tokens
+        self.conv = torch.empty(
+            layers, rows, 3 * linear.projection_size, window, dtype=dtype, device=device
+        )
+        # Row s names the blocks of the request in slot s, for each attention group.
+        self.block_table = torch.zeros(
+            self.num_attention_groups,
+            num_slots,
+            cache_config.num_usable_blocks,
+            dtype=torch.int64,
+            device=device,
+        )
+        #: The group whose table named each block last, -1 for none: what its content is.
+        self.owner = [-1] * blocks
+        self._kda_index = {layer: i for i, layer in enumerate(config.kda_layer_ids)}
+        self._mla_index = {layer: i for i, layer in enumerate(config.mla_layer_ids)}
 
-        self.block_size = block_size
-        self.latent = zeros(num_mla, blocks, block_size, config.mla_cache_dim)
-        self.recurrent = zeros(num_kda, num_slots, heads, width, width, dtype=compute_dtype(dtype))
-        self.conv = zeros(num_kda, num_slots, 3 * linear.projection_size, window)
-        # Row s names the blocks of the request in slot s, in the order of its tokens.
-        self.block_table = zeros(num_slots, cache_config.num_usable_blocks, dtype=torch.int64)
+    # -- layers --------------------------------------------------------------------------------
 
-    def reset_slots(self, slots: Sequence[int]) -> None:
-        """Empty the KDA memory of ``slots``: their next requests start from zero."""
-        if slots:
-            index = torch.tensor(slots, device=self.conv.device)
+    def kda_layer(self, layer_id: int) -> KdaLayer:
+        """Memory of a KDA layer. The j-th is in group ``j % G``: vLLM's ``layers[i::G]``."""
+        index, group = divmod(self._kda_index[layer_id], self.num_state_groups)
+        return KdaLayer(group, self.recurrent[index], self.conv[index])
+
+    def mla_layer(self, layer_id: int) -> tuple[int, Tensor]:
+        """Attention group of an MLA layer, and its rows ``[cell, 576]``, blocks end to end."""
+        index = self._mla_index[layer_id]
+        return index % self.num_attention_groups, self.latent[index].flatten(0, 1)
+
+    # -- blocks --------------------------------------------------------------------------------
+
+    def set_blocks(
+        self, slot: int, first: int, block_ids: Sequence[int], *, group: int = 0
+    ) -> None:
+        """Enter ``block_ids`` into the table of ``slot`` from its block number ``first`` on."""
+        if block_ids:
+            row = self.block_table[group, slot, first : first + len(block_ids)]
+            row.copy_(torch.tensor(block_ids))
+            self.own(group, block_ids)
+
+    def own(self, group: int, block_ids: Iterable[int]) -> None:
+        """Note that from now on these blocks hold what ``group`` puts there."""
+        for block_id in block_ids:
+            self.owner[block_id] = group
+
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy blocks (source, target) in all layers of their group, in this order."""
+        for source, target in pairs:
+            group = self.owner[source]
+            if group < 0:
+                raise RuntimeError(
+                    f"block {source} is to be copied to {target}, but no table ever named it: "
+                    "were all plans of the scheduler executed, in their order?"
+                )
+            if group < self.num_attention_groups:
+                layers = slice(group, None, self.num_attention_groups)
+                self.latent[layers, target] = self.latent[layers, source]
+            else:
+                self.recurrent[:, target] = self.recurrent[:, source]
+                self.conv[:, target] = self.conv[:, source]
+            self.owner[target] = group
+            self.counters.block_copies += 1
+
+    # -- states --------------------------------------------------------------------------------
+
+    def reset_states(self, rows: Sequence[int]) -> None:
+        """Empty states and windows: the requests that get these rows start from zero."""
+        if rows:
+            index = torch.tensor(rows, device=self.conv.device)
             self.recurrent.index_fill_(1, index, 0)
             self.conv.index_fill_(1, index, 0)
 
-    def set_blocks(self, slot: int, first: int, block_ids: Sequence[int]) -> None:
-        """Enter ``block_ids`` into the table of ``slot`` from its block number ``first`` on."""
-        if block_ids:
-            row = self.block_table[slot, first : first + len(block_ids)]
-            row.copy_(torch.tensor(block_ids))
+    def move_states(self, moves: Sequence[StateMove]) -> None:
+        """Copy states, and the windows that belong to them, to the front of their new rows."""
+        if not moves:
+            return
+        numbers = torch.tensor(moves, device=self.conv.device)
+        state, window, offset, target = numbers.unbind(1)
+        # All is read before anything is written: rows may change places.
+        states, windows = self.recurrent[:, state], self.windows(self.conv[:, window], offset)
+        self.recurrent[:, target] = states
+        self.conv[:, target, :, : self.history] = windows
+        self.counters.kda_state_bytes_copied += states.nbytes
+        self.counters.conv_bytes_copied += windows.nbytes
+
+    def windows(self, wide: Tensor, offset: Tensor) -> Tensor:
+        """Cut each request's window out of its ``wide [..., n, 3P, L]``, ``offset [n]`` in."""
+        columns = offset.unsqueeze(-1) + torch.arange(self.history, device=wide.device)
+        columns = columns.unsqueeze(-2).expand(*wide.shape[:-1], self.history)
+        return wide.gather(-1, columns)
 
     @property
     def nbytes(self) -> int:
         """Bytes of latent rows, states and windows."""
         return self.latent.nbytes + self.recurrent.nbytes + self.conv.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens ``start`` to ``start + count`` of the request in ``slot``, computed in this step."""
-
-    slot: int
-    start: int
-    count: int
-
-    @property
-    def stop(self) -> int:
-        """Tokens of the request in the cache after this step."""
-        return self.start + self.count
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Cached rows that the step's rows ``rows`` attend to.
-
-    ``cells [n, L]`` numbers the rows of ``latent`` with blocks laid end to end. Where ``padding``
-    is true the number is 0, a cell of the null block.
-    """
-
-    rows: slice
-    cells: Tensor
-    padding: Tensor | None = None
-
-
-class StepMetadata:
-    """Where the rows of one step belong, worked out once for all layers.
-
-    Parameters
-    ----------
-    cache : PagedCache
-        Its block table must be up to date.
-    segments : sequence of Segment
-        In the order of the rows of the step: segments of one token first, and these sorted by
-        their start, so that contexts of like length are padded together.
-
-    Raises
-    ------
-    ValueError
-        If the order is another one.
-    """
-
-    def __init__(self, cache: PagedCache, segments: Sequence[Segment]) -> None:
-        self.num_decodes = sum(segment.count == 1 for segment in segments)
-        self.prefills = segments[self.num_decodes :]
-        decodes = segments[: self.num_decodes]
-        in_order = all(a.start <= b.start for a, b in pairwise(decodes))
-        if any(segment.count != 1 for segment in decodes) or not in_order:
-            raise ValueError("segments of one token come first and in the order of their starts")
-        device, size = cache.block_table.device, cache.block_size
-
-        def integers(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        slots = integers([s.slot for s in segments])
-        starts, counts = (
-            integers([s.start for s in segments]),
-            integers([s.count for s in segments]),
-        )
-        self.decode_slots = slots[: self.num_decodes]
-
-        # The cell that each row of the step writes: vLLM's slot_mapping.
-        first_row = counts.cumsum(0) - counts
-        position = torch.arange(sum(segment.count for segment in segments), device=device)
-        position += (starts - first_row).repeat_interleave(counts)
-        block = cache.block_table[slots.repeat_interleave(counts), position // size]
-        self.cell_mapping = block * size + position % size
-
-        def cells(slots: Tensor | int, length: int) -> Tensor:
-            blocks = cache.block_table[slots, : -(-length // size)].unsqueeze(-1)
-            return (blocks * size + torch.arange(size, device=device)).flatten(-2)[..., :length]
-
-        self.decode_contexts: list[Context] = []
-        low = 0
-        while low < self.num_decodes:
-            high = low + 1
-            while (
-                high < self.num_decodes
-                and (high + 1 - low) * decodes[high].stop <= MAX_GATHERED_ROWS
-            ):
-                high += 1
-            longest, group = decodes[high - 1].stop, slice(low, high)
-            context, padding = cells(self.decode_slots[group], longest), None
-            if decodes[low].stop < longest:
-                seen = starts[group].unsqueeze(-1)
-                padding = torch.arange(longest, device=device) > seen
-                context = context.masked_fill(padding, 0)
-            self.decode_contexts.append(Context(group, context, padding))
-            low = high
-
-        self.prefill_contexts: list[Context] = []
-        row = self.num_decodes
-        for segment in self.prefills:
-            rows = slice(row, row + segment.count)
-            self.prefill_contexts.append(Context(rows, cells(segment.slot, segment.stop)))
-            row = rows.stop

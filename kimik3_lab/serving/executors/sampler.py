@@ -1,11 +1,14 @@
 """From logits to tokens: the most probable one, or a repeatable draw.
 
 Needs torch. Lesson 10 uses it. The order of operations is vLLM's (``vllm/v1/sample/sampler.py``):
-temperature first, then top-p.
+temperature, min-p, top-k, top-p.
 
-A request's draws must not depend on who else is in the batch. So every request has a random
-generator of its own, and each token takes exactly one number from it. A request that is preempted
-keeps its generator and its tokens, and goes on where it was.
+A draw is a race: each token gets an exponential random number E, and the largest ``p / E`` wins,
+which is token i with probability ``p_i``. The numbers belong to the request's seed and the token's
+position (:mod:`kimik3_lab.serving.executors.random_stream`). So a request's tokens depend neither
+on who else is in the batch nor on preemption; and a drafter that runs the same race with the same
+numbers often names the winner in advance
+(:mod:`kimik3_lab.serving.executors.rejection_sampler`, ``coupled``).
 """
 
 from __future__ import annotations
@@ -15,27 +18,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kimik3_lab.serving.executors.random_stream import RandomStream
 from kimik3_lab.serving.request import SamplingParams
 
-__all__ = ["make_generator", "sample"]
-
-
-def make_generator(params: SamplingParams) -> torch.Generator | None:
-    """Random generator of one request; None if it is greedy and needs none."""
-    if params.greedy:
-        return None
-    generator = torch.Generator()
-    if params.seed is None:
-        generator.seed()  # from the operating system
-    else:
-        generator.manual_seed(params.seed)
-    return generator
+__all__ = ["check_logits", "distribution", "draw", "sample"]
 
 
 def sample(
     logits: Tensor,
     params: Sequence[SamplingParams],
-    generators: Sequence[torch.Generator | None],
+    streams: Sequence[RandomStream | None],
+    positions: Sequence[int],
 ) -> list[int]:
     """Choose one token for each row.
 
@@ -43,8 +36,11 @@ def sample(
     ----------
     logits : Tensor
         ``[M, vocab]``, float32 or wider.
-    params, generators
-        One for each row, see :func:`make_generator`.
+    params, streams
+        One for each row, see :meth:`RandomStream.for_request`.
+    positions
+        Where each new token stands in its sequence: the number of tokens before it, those of the
+        prompt included.
 
     Returns
     -------
@@ -58,42 +54,106 @@ def sample(
 
     Examples
     --------
-    >>> sample(torch.tensor([[0.0, 2.0, 1.0]]), [SamplingParams()], [None])
+    >>> sample(torch.tensor([[0.0, 2.0, 1.0]]), [SamplingParams()], [None], [5])
     [1]
     """
     if not len(params):
         return []
-    largest = logits.amax(-1)
-    if not torch.isfinite(largest).all():  # NaN and inf both come through amax
-        rows = (~torch.isfinite(largest)).nonzero().flatten().tolist()
-        raise ValueError(f"the logits of rows {rows} are not finite, so no token can be chosen")
+    check_logits(logits)
     token_ids: list[int] = logits.argmax(-1).tolist()
-    drawn = [row for row, p in enumerate(params) if not p.greedy]
-    if drawn:
-        uniform = torch.stack([_uniform(generators[row]) for row in drawn])
-        temperature = uniform.new_tensor([params[row].temperature for row in drawn])
-        top_p = uniform.new_tensor([params[row].top_p for row in drawn])
-        shifted = (logits[drawn] - largest[drawn].unsqueeze(-1)).cpu().double()
-        for row, token_id in zip(
-            drawn, _draw(shifted, temperature, top_p, uniform).tolist(), strict=True
-        ):
+    rows = [row for row, p in enumerate(params) if not p.greedy]
+    if rows:
+        drawn = draw(
+            distribution(logits[rows], [params[row] for row in rows]),
+            [streams[row] for row in rows],
+            [positions[row] for row in rows],
+        )
+        for row, token_id in zip(rows, drawn, strict=True):
             token_ids[row] = token_id
     return token_ids
 
 
-def _uniform(generator: torch.Generator | None) -> Tensor:
-    return torch.rand((), dtype=torch.float64, generator=generator)
+def check_logits(logits: Tensor, numbers: Sequence[int] | None = None) -> None:
+    """Refuse rows without probabilities, by their ``numbers`` or else by their place."""
+    largest = logits.amax(-1)  # NaN and inf both come through
+    if not torch.isfinite(largest).all():
+        rows = (~torch.isfinite(largest)).nonzero().flatten().tolist()
+        if numbers is not None:
+            rows = [numbers[row] for row in rows]
+        raise ValueError(f"the logits of rows {rows} are not finite, so no token can be chosen")
 
 
-def _draw(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """Invert the distribution function at ``uniform [M]``; logits ``[M, vocab]`` have maximum 0."""
-    probabilities = (logits / temperature.unsqueeze(-1)).softmax(-1)
-    probabilities, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    mass = probabilities.cumsum(-1)
-    # A token belongs to the nucleus if those before it have not reached top_p; the first always
-    # does. The mass of the nucleus is that of its last token.
-    size = (mass - probabilities < top_p.unsqueeze(-1)).sum(-1, keepdim=True)
-    nucleus = mass.gather(-1, size - 1)
-    place = torch.searchsorted(mass, uniform.unsqueeze(-1) * nucleus, right=True)
-    # Rounding may put the last number below 1 beyond the end.
-    return order.gather(-1, place.minimum(size - 1)).squeeze(-1)
+def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Probabilities that ``params`` make of ``logits``.
+
+    Temperature first; then tokens below ``min_p`` times the largest probability go, then all but
+    the ``top_k`` largest, then all but the smallest set of the rest that has ``top_p`` of its
+    probability. Among equals those of lower id stay.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``[M, vocab]``, every row finite somewhere and nowhere NaN or +inf.
+    params
+        One for each row, none of them greedy.
+
+    Returns
+    -------
+    Tensor
+        ``[M, vocab]``, float64, on the device of ``logits``; rows sum to 1.
+
+    Examples
+    --------
+    >>> logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    >>> distribution(logits, [SamplingParams(temperature=1.0, top_k=3, top_p=0.8)])
+    tensor([[0.6250, 0.3750, 0.0000, 0.0000]], dtype=torch.float64)
+    """
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(-1)
+
+    # From the largest, so that a tiny temperature overflows downwards only.
+    shifted = logits.double() - logits.double().amax(-1, keepdim=True)
+    probabilities = (shifted / column([p.temperature for p in params])).softmax(-1)
+    cut = [row for row, p in enumerate(params) if p.top_p < 1.0 or p.top_k or p.min_p]
+    if cut:
+        chosen = [params[row] for row in cut]
+        falling, order = probabilities[cut].sort(dim=-1, descending=True, stable=True)
+        falling = falling.where(falling >= falling[:, :1] * column([p.min_p for p in chosen]), 0.0)
+        rank = torch.arange(falling.shape[-1], device=falling.device)
+        size = column([p.top_k or falling.shape[-1] for p in chosen])
+        falling = falling.where(rank < size, 0.0)
+        # A token belongs to the nucleus if those before it have not reached top_p; the first
+        # always does.
+        mass = falling.cumsum(-1)
+        nucleus = column([p.top_p for p in chosen]) * mass[:, -1:]
+        falling = falling.where(mass - falling < nucleus, 0.0)
+        falling = falling / falling.sum(-1, keepdim=True)
+        probabilities[cut] = torch.zeros_like(falling).scatter_(-1, order, falling)
+    return probabilities
+
+
+def draw(
+    probabilities: Tensor, streams: Sequence[RandomStream | None], positions: Sequence[int]
+) -> list[int]:
+    """Draw a token from each row ``[M, vocab]`` with the numbers of its stream and position.
+
+    Examples
+    --------
+    >>> draw(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), [RandomStream(0), RandomStream(0)], [3, 3])
+    [1, 0]
+    """
+    noise = torch.stack([
+        _known(stream).exponentials(position, probabilities.shape[-1])
+        for stream, position in zip(streams, positions, strict=True)
+    ])  # fmt: skip
+    winners: list[int] = (probabilities / noise.to(probabilities.device)).argmax(-1).tolist()
+    return winners
+
+
+def _known(stream: RandomStream | None) -> RandomStream:
+    if stream is None:
+        raise ValueError(
+            "a request with a temperature needs a random stream: pass RandomStream.for_request"
+        )
+    return stream

@@ -1,38 +1,39 @@
 """The executor that runs a real model: one forward pass for all tokens of a step.
 
 Needs torch. Lesson 10 puts it behind the endpoint. It is what ``GPUModelRunner`` is in vLLM
-(``vllm/v1/worker/gpu_model_runner.py``): it keeps a copy of each request, gives each running one a
-slot for its KDA state, lays the tokens of a step end to end, and samples.
+(``vllm/v1/worker/gpu/model_runner.py``): it keeps a copy of each request, brings KDA states to
+where the step wants them, lays the tokens of the step end to end, samples or verifies drafts, takes
+back what was rejected, and drafts anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from kimik3_lab.reference.drafter import DSparkDrafter
 from kimik3_lab.reference.model import K3ForCausalLM
 from kimik3_lab.serving.config import CacheConfig, SchedulerConfig
-from kimik3_lab.serving.executors.paged_cache import PagedCache, Segment, StepMetadata
-from kimik3_lab.serving.executors.paged_mixer import PagedMixer
-from kimik3_lab.serving.executors.sampler import make_generator, sample
+from kimik3_lab.serving.executors.backends import Backend, make_backend
+from kimik3_lab.serving.executors.drafts import DraftRequest
+from kimik3_lab.serving.executors.execution import ExecutionConfig
+from kimik3_lab.serving.executors.kda_states import KdaStates
+from kimik3_lab.serving.executors.paged_cache import PagedCache
+from kimik3_lab.serving.executors.proposer import DraftSampleMethod, Proposer
+from kimik3_lab.serving.executors.rejection_sampler import (
+    RejectionSampleMethod,
+    batch_logprobs,
+    verify_batch,
+)
+from kimik3_lab.serving.executors.request_states import RequestStates
+from kimik3_lab.serving.executors.step_counters import StepCounters
+from kimik3_lab.serving.executors.step_layout import ScheduledRequest, lay_out, model_inputs
+from kimik3_lab.serving.executors.step_metadata import StepMetadata
 from kimik3_lab.serving.outputs import ModelRunnerOutput, SchedulerOutput
-from kimik3_lab.serving.request import SamplingParams
 
 __all__ = ["TorchExecutor"]
-
-
-@dataclass(slots=True)
-class _RequestState:
-    """The executor's copy of a request (vLLM: ``CachedRequestState``)."""
-
-    token_ids: list[int]
-    sampling_params: SamplingParams
-    generator: torch.Generator | None
-    slot: int | None = None
-    num_blocks: int = field(default=0)
 
 
 class TorchExecutor:
@@ -45,16 +46,33 @@ class TorchExecutor:
     cache_config : CacheConfig
         The same as the scheduler's.
     max_num_seqs : int
-        Slots for KDA states, at least the scheduler's ``max_num_seqs``.
-    backend : {"reference"}
-        Whose operations run inside the mixer.
+        Seats, at least the scheduler's ``max_num_seqs``.
+    backend : {"reference", "triton"}
+        What computes a forward pass, see :mod:`kimik3_lab.serving.executors.backends`.
     device : torch.device or str, optional
         Moves the model there; left out, the model stays where it is.
+    execution : ExecutionConfig, optional
+        Switches that the scheduler does not see.
+    drafter : DSparkDrafter or Proposer, optional
+        Drafts tokens for the scheduler to have verified. A proposer is used as it is, and so is
+        anything else with its methods.
+    num_speculative_tokens : int, optional
+        K, the scheduler's. Left out, it is the block size that the drafter was trained with.
+    draft_sample_method : {"greedy", "probabilistic"}
+        How the drafter chooses, see :class:`~kimik3_lab.serving.executors.proposer.Proposer`.
+    rejection_sample_method : {"standard", "block", "coupled"}
+        What is kept of a draft, see :mod:`kimik3_lab.serving.executors.rejection_sampler`.
+
+    Attributes
+    ----------
+    counters : StepCounters
+        What the steps so far have cost.
 
     Raises
     ------
     ValueError
-        If ``backend`` is unknown or ``max_num_seqs`` is not positive.
+        If ``backend`` is unknown, ``max_num_seqs`` is not positive, or nobody drafts
+        ``num_speculative_tokens``.
 
     Examples
     --------
@@ -75,22 +93,51 @@ class TorchExecutor:
         cache_config: CacheConfig,
         max_num_seqs: int,
         *,
-        backend: Literal["reference"] = "reference",
+        backend: Backend = "reference",
         device: torch.device | str | None = None,
+        execution: ExecutionConfig | None = None,
+        drafter: DSparkDrafter | Proposer | None = None,
+        num_speculative_tokens: int | None = None,
+        draft_sample_method: DraftSampleMethod = "greedy",
+        rejection_sample_method: RejectionSampleMethod = "standard",
     ) -> None:
-        if backend != "reference":
-            raise ValueError(f"backend must be 'reference', got {backend!r}")
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
         self.model = (model if device is None else model.to(device)).eval()
-        self.cache_config = cache_config
-        self.max_num_seqs = max_num_seqs
+        self.cache_config, self.max_num_seqs = cache_config, max_num_seqs
+        self.counters = StepCounters()
+        self.rejection_sample_method = rejection_sample_method
+        if isinstance(drafter, DSparkDrafter):
+            drafter = Proposer(
+                drafter.to(model.device).eval(),
+                model,
+                num_speculative_tokens or drafter.config.block_size,
+                cache_config,
+                draft_sample_method=draft_sample_method,
+                shared_noise=rejection_sample_method == "coupled",
+            )
+        self.proposer = drafter
+        self.num_speculative_tokens = drafter.num_speculative_tokens if drafter is not None else 0
+        if num_speculative_tokens not in (None, self.num_speculative_tokens):
+            raise ValueError(
+                f"num_speculative_tokens={num_speculative_tokens}, but the drafter drafts "
+                f"{self.num_speculative_tokens}: give the same number, or leave it out"
+            )
         self.cache = PagedCache(
-            model.config, cache_config, max_num_seqs, dtype=model.dtype, device=model.device
+            model.config,
+            cache_config,
+            max_num_seqs,
+            num_speculative_tokens=self.num_speculative_tokens,
+            counters=self.counters,
+            dtype=model.dtype,
+            device=model.device,
         )
-        self._mixer = PagedMixer(model.config, self.cache)
-        self._requests: dict[str, _RequestState] = {}
-        self._free_slots = list(reversed(range(max_num_seqs)))
+        self.states = KdaStates(self.cache, cache_config)
+        self.requests = RequestStates(self.cache, self.states, max_num_seqs)
+        self._compute, self._mixer = make_backend(
+            backend, self.model, self.cache, execution or ExecutionConfig()
+        )
+        self._drafts: dict[str, list[int]] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -109,17 +156,23 @@ class TorchExecutor:
 
     def check_configs(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> None:
         """Refuse plans that this executor cannot compute, naming the knob."""
-        for knob, value in (
-            ("enable_prefix_caching", cache_config.enable_prefix_caching),
-            ("num_kda_groups", cache_config.num_kda_groups),
-            ("speculative_method", scheduler_config.speculative_method),
-            ("async_scheduling", scheduler_config.async_scheduling),
-        ):
-            if value:
-                raise ValueError(
-                    f"{knob}={value!r}: this executor keeps one KDA state for each request, in a "
-                    "slot, and computes only tokens that are known; leave the knob at its default"
-                )
+        if scheduler_config.async_scheduling:
+            raise ValueError(
+                "async_scheduling=True plans a step before the last one has answered, and this "
+                "executor answers at once: leave it at False"
+            )
+        if cache_config.enable_prefix_caching and not cache_config.num_kda_groups:
+            raise ValueError(
+                "enable_prefix_caching=True with num_kda_groups=0: pages would be found without "
+                "the KDA state that belongs to them; set num_kda_groups (K3 has 3)"
+            )
+        wanted, made_for = scheduler_config.num_speculative_tokens, self.num_speculative_tokens
+        if wanted != made_for:
+            raise ValueError(
+                f"speculative_method={scheduler_config.speculative_method!r} with "
+                f"num_speculative_tokens={wanted}, but the executor was made for {made_for}: give "
+                "it a drafter and the same number, or leave both out"
+            )
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -135,97 +188,108 @@ class TorchExecutor:
         Returns
         -------
         ModelRunnerOutput
-            One token for each request whose tokens are all computed now, none for the others.
+            For each request whose tokens are all computed now, the drafts that were kept and one
+            token more; none for the others.
         """
-        starts = self._update_states(scheduler_output)
-        req_ids = list(scheduler_output.num_scheduled_tokens)
-        if not req_ids:
+        self._drafts = {}
+        self._copy_blocks(scheduler_output.kv_cache_block_copies)
+        starts = self.requests.update(scheduler_output)
+        if not starts:
             return ModelRunnerOutput([], [])
-        counts = scheduler_output.num_scheduled_tokens
-        # Rows of the step: requests with one token first, the shortest context at the front.
-        req_ids.sort(key=lambda req_id: (counts[req_id] > 1, starts[req_id]))
-        segments, token_ids, complete, last_rows = [], [], [], []
-        for req_id in req_ids:
-            state = self._requests[req_id]
-            assert state.slot is not None
-            segment = Segment(state.slot, starts[req_id], counts[req_id])
-            segments.append(segment)
-            token_ids += state.token_ids[segment.start : segment.stop]
-            if segment.stop == len(state.token_ids):
-                complete.append(req_id)
-                last_rows.append(len(token_ids) - 1)
+        scheduled = lay_out(scheduler_output, starts, self.requests, self.states)
+        taps = None if self.proposer is None else self.proposer.new_taps()
+        logits = self._forward(scheduled, taps)
 
-        self._mixer.step = StepMetadata(self.cache, segments)
-        logits = self.model(
-            torch.tensor(token_ids, device=self.model.device),
+        sampling = [item for item in scheduled if item.draft is not None]
+        drafts = [item.draft for item in sampling if item.draft is not None]
+        params = [item.request.sampling_params for item in sampling]
+        new_token_ids = verify_batch(
+            logits,
+            drafts,
+            params,
+            [item.request.stream for item in sampling],
+            [len(item.request.token_ids) for item in sampling],
+            method=self.rejection_sample_method,
+        )
+        logprobs = batch_logprobs(logits, drafts, new_token_ids, params)
+        sampled: dict[str, list[int]] = {item.req_id: [] for item in scheduled}
+        for item, token_ids in zip(sampling, new_token_ids, strict=True):
+            item.request.token_ids += token_ids
+            sampled[item.req_id] = token_ids
+        self._settle(scheduled, sampled)
+        if self.proposer is not None and taps is not None:
+            self._propose(self.proposer, taps, sampling)
+        result = ModelRunnerOutput(list(sampled), list(sampled.values()))
+        if logprobs is not None:
+            asked = dict(zip((item.req_id for item in sampling), logprobs, strict=True))
+            result.logprobs = [asked.get(req_id, []) for req_id in sampled]
+        return result
+
+    def take_draft_token_ids(self) -> dict[str, list[int]]:
+        """Drafts of the last step, by request id: the engine hands them to the scheduler."""
+        return self._drafts
+
+    # -- its parts ---------------------------------------------------------------------------
+
+    def _copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.cache.copy_blocks(pairs)
+        if self.proposer is not None:
+            pages = range(self.cache.num_attention_groups)
+            self.proposer.copy_blocks([p for p in pairs if self.cache.owner[p[0]] in pages])
+
+    def _forward(
+        self, scheduled: Sequence[ScheduledRequest], taps: dict[int, Tensor | None] | None
+    ) -> Tensor:
+        """Run the model over all rows; return logits of those that are sampled from."""
+        token_ids, logits_at = model_inputs(scheduled)
+        self._mixer.step = StepMetadata(self.cache, [item.segment for item in scheduled])
+        self.counters.forwards += 1
+        self.counters.tokens += len(token_ids)
+        device = self.model.device
+        return self._compute(
+            torch.tensor(token_ids, device=device),
             self._mixer,
-            logits_at=torch.tensor(last_rows, dtype=torch.int64, device=self.model.device),
-        )
-        states = [self._requests[req_id] for req_id in complete]
-        new_token_ids = sample(
-            logits, [s.sampling_params for s in states], [s.generator for s in states]
-        )
-        for state, token_id in zip(states, new_token_ids, strict=True):
-            state.token_ids.append(token_id)
-        sampled = dict(zip(complete, new_token_ids, strict=True))
-        return ModelRunnerOutput(
-            req_ids, [[sampled[req_id]] if req_id in sampled else [] for req_id in req_ids]
+            logits_at=torch.tensor(logits_at, dtype=torch.int64, device=device),
+            taps=taps,
         )
 
-    # -- the copies of the requests ----------------------------------------------------------
+    def _settle(self, scheduled: Sequence[ScheduledRequest], sampled: dict[str, list[int]]) -> None:
+        """Make final what was computed rightly, and take back rejected drafts."""
+        verified = []
+        for item in scheduled:
+            if item.segment.num_drafts:
+                verified.append((item.chunk, len(sampled[item.req_id])))
+            else:
+                self.states.finish(item.req_id, item.chunk.stop)
+        commits = self.states.accept(verified)
+        if not self.cache.num_scratch:
+            self._mixer.commit(commits)
+        self.counters.checkpoint_exports += sum(item.chunk.checkpoint_at > 0 for item in scheduled)
 
-    def _update_states(self, output: SchedulerOutput) -> dict[str, int]:
-        """Follow the scheduler's news. Returns each scheduled request's first token of the step."""
-        self._release_slots(output.preempted_req_ids)
-        self._release_slots(output.finished_req_ids)
-        for req_id in output.finished_req_ids:
-            self._requests.pop(req_id, None)
-
-        started: list[int] = []
-        starts: dict[str, int] = {}
-        for new in output.scheduled_new_reqs:
-            params = new.sampling_params
-            state = _RequestState(list(new.prompt_token_ids), params, make_generator(params))
-            self._requests[new.req_id] = state
-            started.append(self._start(new.req_id, new.num_computed_tokens))
-            self._add_blocks(state, new.block_ids[0])
-            starts[new.req_id] = new.num_computed_tokens
-        for cached in output.scheduled_cached_reqs:
-            state = self._requests[cached.req_id]
-            if cached.resumed_from_preemption:
-                assert cached.all_token_ids is not None
-                state.token_ids = list(cached.all_token_ids)
-                started.append(self._start(cached.req_id, cached.num_computed_tokens))
-            self._add_blocks(state, cached.new_block_ids[0])
-            starts[cached.req_id] = cached.num_computed_tokens
-        self.cache.reset_slots(started)
-        return starts
-
-    def _start(self, req_id: str, num_computed_tokens: int) -> int:
-        """Give a request a slot and an empty block table."""
-        if num_computed_tokens:
-            raise ValueError(
-                f"request {req_id} is to start at token {num_computed_tokens}, but this executor "
-                "holds no KDA state for it: requests start at 0"
-            )
-        if not self._free_slots:
-            raise RuntimeError(
-                f"no free slot for request {req_id}: all max_num_seqs={self.max_num_seqs} are "
-                "taken; make the executor with the scheduler's max_num_seqs"
-            )
-        state = self._requests[req_id]
-        state.slot, state.num_blocks = self._free_slots.pop(), 0
-        return state.slot
-
-    def _add_blocks(self, state: _RequestState, block_ids: list[int]) -> None:
-        assert state.slot is not None
-        self.cache.set_blocks(state.slot, state.num_blocks, block_ids)
-        state.num_blocks += len(block_ids)
-
-    def _release_slots(self, req_ids: Iterable[str]) -> None:
-        """Take slots back. A request that failed before it was heard of has none."""
-        for req_id in req_ids:
-            state = self._requests.get(req_id)
-            if state is not None and state.slot is not None:
-                self._free_slots.append(state.slot)
-                state.slot = None
+    def _propose(
+        self,
+        proposer: Proposer,
+        taps: dict[int, Tensor | None],
+        sampling: Sequence[ScheduledRequest],
+    ) -> None:
+        """Keep what the drafter reads of this step; draft for all that have a new token."""
+        step = self._mixer.step
+        proposer.write(taps, step.positions, step.cell_mapping[0])
+        before = proposer.num_forwards
+        drafts = proposer.propose(
+            [
+                DraftRequest(
+                    item.req_id,
+                    item.request.token_ids[-1],
+                    len(item.request.token_ids) - 1,
+                    item.request.block_ids[0],
+                    item.request.sampling_params,
+                    item.request.stream,
+                )
+                for item in sampling
+            ]
+        )
+        self.counters.drafter_forwards += proposer.num_forwards - before
+        for item in sampling:
+            item.request.draft = drafts[item.req_id]
+            self._drafts[item.req_id] = drafts[item.req_id].token_ids

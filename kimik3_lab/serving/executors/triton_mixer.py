@@ -1,0 +1,337 @@
+"""The mixer on the Triton kernels: what a KDA layer does between its projections, in one call.
+
+Needs torch, and Triton when it runs. Lesson 10 turns the backend; lessons 05 and 06 explain the
+kernels. The memory is that of :class:`~kimik3_lab.serving.executors.paged_cache.PagedCache`, whose
+layout was made for them: a row of the cache is a slot of :mod:`k3_kernels`.
+
+:func:`k3_kernels.kda_decode` takes raw projections and returns what goes to ``o_proj``, so it does
+not fit the seam between convolution and recurrence that the reference has. This mixer is therefore
+called once for a layer (:meth:`TritonMixer.kda_block`). Attention is the parent's, in PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from k3_kernels import KDARecords, kda_conv, kda_decode, kda_prefill, kda_recover
+from torch import Tensor
+
+from kimik3_lab.config import K3Config
+from kimik3_lab.reference.kda import KimiDeltaAttention, gated_norm
+from kimik3_lab.serving.executors.execution import ExecutionConfig
+from kimik3_lab.serving.executors.kda_states import Commit
+from kimik3_lab.serving.executors.paged_cache import PagedCache
+from kimik3_lab.serving.executors.paged_mixer import PagedMixer
+from kimik3_lab.serving.executors.step_metadata import Decodes, Prefill, StepMetadata
+
+__all__ = ["KdaInputs", "KdaWeights", "TritonMixer"]
+
+#: Rows of the cache start at 0, and all of them may be in use: padding is below.
+_NO_SLOT = -1
+
+
+@dataclass(frozen=True)
+class KdaWeights:
+    """What the kernels read besides projections: the small vectors of one KDA layer.
+
+    Attributes
+    ----------
+    taps : Tensor
+        ``[3P, kernel]``: the convolutions of q | k | v, laid out with channels together.
+    A_log, dt_bias, norm : Tensor
+        ``[>= H]``, ``[H * D]`` and ``[D]``.
+    lower_bound, norm_eps : float
+    """
+
+    taps: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    lower_bound: float
+    norm_eps: float
+
+    @classmethod
+    def of(cls, layer: KimiDeltaAttention) -> KdaWeights:
+        """Take them from a layer of the reference; its gate must be bounded, as K3's is."""
+        if layer.lower_bound is None:
+            raise ValueError("the prefill kernel wants K3's bounded gate: set gate_lower_bound")
+        convs = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
+        taps = torch.cat([conv.weight.detach() for conv in convs]).squeeze(1)
+        return cls(
+            taps.T.contiguous().T,
+            layer.A_log.detach(),
+            layer.dt_bias.detach(),
+            layer.o_norm.weight.detach(),
+            layer.lower_bound,
+            layer.o_norm.eps,
+        )
+
+
+@dataclass(frozen=True)
+class KdaInputs:
+    """The projections of N tokens in one KDA layer.
+
+    Attributes
+    ----------
+    qkv : Tensor
+        ``[N, 3P]``: q | k | v.
+    gate, output_gate : Tensor
+        ``[N, H, D]``: of the decay, before bias and sigmoid; and of the output.
+    beta : Tensor
+        ``[N, H]``, before its sigmoid.
+    """
+
+    qkv: Tensor
+    gate: Tensor
+    beta: Tensor
+    output_gate: Tensor
+
+    def rows(self, index: slice | Tensor) -> KdaInputs:
+        """Take some rows: views for a slice, copies for an index."""
+        return KdaInputs(
+            self.qkv[index], self.gate[index], self.beta[index], self.output_gate[index]
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the four tensors."""
+        return sum(x.nbytes for x in (self.qkv, self.gate, self.beta, self.output_gate))
+
+
+@dataclass
+class _Call:
+    """Rows that go through one kernel together. Numbers are int32, as the kernels want them."""
+
+    rows: slice
+    kind: str
+    #: For each state group: ``[B, S]`` or ``[B]``.
+    slots: list[Tensor]
+    num_tokens: int = 1
+    cu_seqlens: Tensor | None = None
+    num_accepted: Tensor | None = None
+    checkpoint_at: Tensor | None = None
+    checkpoint_slots: list[Tensor] = field(default_factory=list)
+    num_checkpoints: int = 0
+    #: For each state group, the records of all its layers.
+    records: list[KDARecords] = field(default_factory=list)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.slots[0])
+
+
+class TritonMixer(PagedMixer):
+    """A :class:`PagedMixer` whose KDA layers run on :mod:`k3_kernels`.
+
+    Parameters
+    ----------
+    config : K3Config
+        Shape of the model; KDA heads of 16, 32, 64 or 128.
+    cache : PagedCache
+        float32, float16 or bfloat16; recurrent states are float32.
+    layers : dict of int to KdaWeights
+        Of every KDA layer.
+    execution : ExecutionConfig, optional
+        The switches.
+
+    Raises
+    ------
+    TypeError
+        If the cache is float64, which the kernels do not compute.
+    """
+
+    def __init__(
+        self,
+        config: K3Config,
+        cache: PagedCache,
+        layers: dict[int, KdaWeights],
+        execution: ExecutionConfig | None = None,
+    ) -> None:
+        super().__init__(config, cache, execution)
+        if cache.recurrent.dtype != torch.float32:
+            raise TypeError(
+                f"the kernels keep KDA states in float32, this cache has {cache.recurrent.dtype}: "
+                "load the model in float32 or bfloat16, or use backend='reference'"
+            )
+        self.layers = layers
+        # A recorded step comes again, and brings its records with it.
+        self._calls: WeakKeyDictionary[StepMetadata, list[_Call]] = WeakKeyDictionary()
+        self._positions: dict[int, int] = {}  # of a layer among those of its group
+        self._members: list[list[int]] = [[] for _ in range(cache.num_state_groups)]
+        for layer_id in config.kda_layer_ids:
+            group = cache.kda_layer(layer_id).group
+            self._positions[layer_id] = len(self._members[group])
+            self._members[group].append(layer_id)
+        self._decay = [
+            (
+                torch.stack([layers[i].A_log for i in members]),
+                torch.stack([layers[i].dt_bias for i in members]),
+            )
+            for members in self._members
+        ]
+
+    # -- a layer ---------------------------------------------------------------------------------
+
+    def kda_block(self, layer_id: int, inputs: KdaInputs) -> Tensor:
+        """Run convolution, delta rule and gated norm over the rows of the step.
+
+        Parameters
+        ----------
+        layer_id : int
+            0-based.
+        inputs : KdaInputs
+            Projections of the N rows.
+
+        Returns
+        -------
+        Tensor
+            ``[N, H, D]`` for ``o_proj``.
+        """
+        calls = self._prepare(inputs.qkv.dtype)
+        out = torch.empty_like(inputs.output_gate, memory_format=torch.contiguous_format)
+        gathers = self.step.is_mixed and self.execution.mixed_batch == "gather"
+        for call in calls:
+            operator = self._decode if call.kind != "prefill" else self._prefill
+            if not gathers:
+                operator(layer_id, call, inputs.rows(call.rows), out[call.rows])
+                continue
+            index = torch.arange(call.rows.start, call.rows.stop, device=out.device)
+            rows, result = inputs.rows(index), out[index]
+            operator(layer_id, call, rows, result)
+            out.index_copy_(0, index, result)
+            self.counters.gather_bytes += rows.nbytes + result.nbytes
+        return out
+
+    def _decode(self, layer_id: int, call: _Call, inputs: KdaInputs, out: Tensor) -> None:
+        """One launch for all requests: one token each, or the same number of drafts to verify."""
+        weights, layer = self.layers[layer_id], self.cache.kda_layer(layer_id)
+        records = None
+        if call.records:
+            records = call.records[layer.group].layer(self._positions[layer_id])
+        kda_decode(
+            inputs.qkv, inputs.gate, inputs.beta, inputs.output_gate,
+            weights.taps, weights.A_log, weights.dt_bias, weights.norm,
+            layer.conv, layer.recurrent, call.slots[layer.group],
+            cu_seqlens=call.cu_seqlens, num_accepted=call.num_accepted, records=records,
+            lower_bound=weights.lower_bound, norm_eps=weights.norm_eps, null_slot=_NO_SLOT, out=out,
+        )  # fmt: skip
+        self.counters.launches += 1
+        if records is None:
+            self.counters.kda_state_writes += call.num_sequences * call.num_tokens
+
+    def _prefill(self, layer_id: int, call: _Call, inputs: KdaInputs, out: Tensor) -> None:
+        """Run all chunks of prompts of the step together, whatever their lengths."""
+        weights, layer = self.layers[layer_id], self.cache.kda_layer(layer_id)
+        slots, checkpoints = call.slots[layer.group], call.checkpoint_at
+        where: dict[str, Any] = {
+            "cu_seqlens": call.cu_seqlens,
+            # Rows of requests that begin were emptied before the step.
+            "has_initial_state": torch.ones_like(slots),
+            "checkpoint_at": checkpoints,
+            "checkpoint_slots": None if checkpoints is None else call.checkpoint_slots[layer.group],
+            "null_slot": _NO_SLOT,
+        }
+        mixed = kda_conv(inputs.qkv, weights.taps, layer.conv, slots, **where)
+        q, k, v = mixed.view(len(mixed), 3, *inputs.gate.shape[1:]).unbind(1)
+        o = kda_prefill(
+            q, k, v, inputs.gate, inputs.beta, weights.A_log, weights.dt_bias,
+            layer.recurrent, slots, lower_bound=weights.lower_bound, **where,
+        )  # fmt: skip
+        out.copy_(gated_norm(o, inputs.output_gate, weights.norm, weights.norm_eps))
+        self.counters.launches += 3
+        self.counters.kda_state_writes += call.num_sequences + call.num_checkpoints
+
+    # -- what is the same for all layers of a step -----------------------------------------------
+
+    def _prepare(self, dtype: torch.dtype) -> list[_Call]:
+        calls = self._calls.get(self.step)
+        if calls is None:
+            self._calls[self.step] = calls = []
+            prefills = []
+            for part in self.step.parts:
+                if isinstance(part, Decodes):
+                    calls.append(self._decode_call(part, dtype))
+                else:
+                    prefills.append(part)
+            if prefills:
+                calls.append(self._prefill_call(prefills))
+        return calls
+
+    def _decode_call(self, part: Decodes, dtype: torch.dtype) -> _Call:
+        count, size = part.num_tokens, len(part.num_accepted)
+        call = _Call(part.rows, part.kind, [rows.int() for rows in part.state_rows], count)
+        if self.cache.num_scratch:
+            call.num_accepted = part.num_accepted.int()
+        if count == 1:
+            return call
+        device = part.num_accepted.device
+        call.cu_seqlens = torch.arange(size + 1, dtype=torch.int32, device=device) * count
+        if not self.cache.num_scratch:
+            linear = self.config.linear_attn_config
+            call.records = [
+                KDARecords.empty(
+                    size, count, linear.num_heads, linear.head_dim,
+                    dtype=dtype, device=device, layers=len(members),
+                )
+                for members in self._members
+            ]  # fmt: skip
+        return call
+
+    def _prefill_call(self, parts: Sequence[Prefill]) -> _Call:
+        def numbers(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.cache.conv.device)
+
+        first, last = parts[0].rows.start, parts[-1].rows.stop
+        groups = range(self.cache.num_state_groups)
+        call = _Call(
+            slice(first, last),
+            "prefill",
+            [numbers([p.state_rows[g] for p in parts]) for g in groups],
+        )
+        call.cu_seqlens = numbers([p.rows.start - first for p in parts] + [last - first])
+        call.num_checkpoints = sum(p.checkpoint_at > 0 for p in parts)
+        if call.num_checkpoints:
+            call.checkpoint_at = numbers([p.checkpoint_at for p in parts])
+            call.checkpoint_slots = [
+                numbers([p.checkpoint_rows[g] if p.checkpoint_at else _NO_SLOT for p in parts])
+                for g in groups
+            ]
+        return call
+
+    # -- after verification ----------------------------------------------------------------------
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """See :meth:`PagedMixer.commit`: one launch for all layers of a state group."""
+        commits = list(commits)
+        for call in self._calls.get(self.step, []):
+            if call.records:
+                members, commits = commits[: call.num_sequences], commits[call.num_sequences :]
+                self._commit_call(call, members)
+                self.counters.recovery_commits += call.num_sequences
+
+    def _commit_call(self, call: _Call, members: Sequence[Commit]) -> None:
+        def numbers(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.cache.conv.device)
+
+        count = numbers([c.num_accepted for c in members])
+        crosses = sum(c.boundary > 0 for c in members)
+        boundary = numbers([c.boundary for c in members]) if crosses else None
+        for group, layer_ids in enumerate(self._members):
+            targets = [c.boundary_rows[group] if c.boundary else _NO_SLOT for c in members]
+            A_log, dt_bias = self._decay[group]
+            depth, slots = len(layer_ids), call.slots[group][:, 0].contiguous()
+            kda_recover(
+                self.cache.recurrent[:depth], call.records[group], slots,
+                count, A_log, dt_bias, boundary=boundary,
+                boundary_slots=numbers(targets) if crosses else None,
+                conv_state=self.cache.conv[:depth], conv_width=self.cache.history + 1,
+                lower_bound=self.layers[layer_ids[0]].lower_bound, null_slot=_NO_SLOT,
+            )  # fmt: skip
+            self.counters.launches += 1
+            self.counters.kda_state_writes += depth * (len(members) + crosses)
+            window = self.cache.conv[0, 0, :, : self.cache.history].nbytes
+            self.counters.conv_bytes_copied += depth * (len(members) + crosses) * window

@@ -1,0 +1,82 @@
+"""Random worlds around the real executor: whatever happens, nobody's tokens change.
+
+Each run draws a configuration as the proof of the scheduler does (any combination of switches, one
+version of vLLM, or a rung of the ladder), how mixed batches are computed, and clients that come,
+share prompts, leave and meet failing steps. In float64 every token must be the one that the model
+says alone: through chunks of any size, hits on pages and states, preemption at any point, states
+kept by splitting chunks or exported from inside them, and drafts that are right for a while, with
+their states in slots or led back to by records.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from executor_world import ExecutorWorld, micro_model
+from world_configs import draw_configs
+
+from kimik3_lab.reference.model import K3ForCausalLM
+from kimik3_lab.serving import CacheConfig, SchedulerConfig
+from kimik3_lab.serving.async_scheduler import make_scheduler
+
+#: Worlds of the slow test.
+WORLDS = 200
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> K3ForCausalLM:
+    return micro_model()
+
+
+def draw_executable(rng: Random) -> tuple[SchedulerConfig, CacheConfig]:
+    """Draw configurations that the executor does not refuse."""
+    while True:
+        config, cache = draw_configs(rng)
+        if cache.enable_prefix_caching and not cache.num_kda_groups:
+            continue
+        try:
+            config = replace(config, async_scheduling=False)
+            make_scheduler(config, cache)
+        except ValueError:
+            continue
+        return config, cache
+
+
+def run(model: K3ForCausalLM, rng: Random, rounds: int = 15) -> ExecutorWorld:
+    return ExecutorWorld(model, draw_executable(rng), rng).run(rounds)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_token_changes(model: K3ForCausalLM, seed: int) -> None:
+    run(model, Random(seed), rounds=5)
+
+
+@pytest.mark.slow
+def test_no_token_changes_in_many_worlds(model: K3ForCausalLM) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(WORLDS):
+        try:
+            world = run(model, Random(seed))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        counts += world.counts
+    # That all this held would mean little if little had happened.
+    least = {
+        "hits": 250, "preemptions": 25, "aborts": 40, "failed": 30,
+        "checkpoint_exports": 40, "recovery_commits": 400, "block_copies": 150,
+        "kda_state_bytes_copied": 1_000_000, "gather_bytes": 1_000_000,
+    }  # fmt: skip
+    assert {name: counts[name] for name in least if counts[name] < least[name]} == {}
