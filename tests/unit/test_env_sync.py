@@ -200,7 +200,9 @@ def test_all_that_code_imports_is_installed(folder: str, extras: set[str]) -> No
 def _elsewhere(path: Path) -> set[str]:
     """What need not be installed: folders of the repository that tests reach, and vLLM's lane."""
     inside = path.is_relative_to(ROOT / "kimik3_lab" / "vllm_cpu")
-    lane = {"vllm"} if inside or path.is_relative_to(ROOT / "tests" / "vllm") else set()
+    # vLLM brings OpenAI's client.
+    tests = path.is_relative_to(ROOT / "tests" / "vllm")
+    lane = {"vllm", "openai"} if tests else {"vllm"} if inside else set()
     return lane | ({"tools", "benchmarks"} if path.is_relative_to(ROOT / "tests") else set())
 
 

@@ -198,7 +198,7 @@ def test_drain_aborts_what_does_not_finish_in_time() -> None:
         await client.drain(0.1)
         outputs = [output async for output in stream]
         assert outputs[-1].finish_reason == "abort"
-        assert 2 < len(outputs) < 100
+        assert 2 < sum(len(output.token_ids) for output in outputs) < 100
         with pytest.raises(EngineDeadError, match="shutting down"):
             await client.submit([request("late")])
 

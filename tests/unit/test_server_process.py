@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
@@ -125,7 +126,8 @@ def test_stopping_ends_a_running_stream_cleanly() -> None:
         server.process.send_signal(signal.SIGINT)
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
-    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+    error = json.loads(rest[-2].removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("server_error", "server_shutting_down")
     server.stop()
     assert server.process.returncode == 0, server.log_tail()
     assert "Traceback" not in server.log_tail(1000)
@@ -266,13 +268,24 @@ def test_the_background_start_tells_why_the_server_died(tmp_path) -> None:
 
 def test_every_option_reaches_the_command_line() -> None:
     options = ServeOptions(
-        model="m", host="::1", port=0, served_model_name="k", batching="static", max_num_seqs=2,
-        max_num_batched_tokens=3, max_model_len=4, num_blocks=5, block_size=6, dtype="bfloat16",
-        threads=7, log_level="error", shutdown_timeout=8.5,
+        model="m", host="::1", port=0, served_model_name="k", api_key="secret",
+        max_num_queued_reqs=9, max_request_bytes=10, preset="v0.27.1", batching="static",
+        policy="priority", token_budget="static", long_prefill_token_threshold=11, max_num_seqs=2,
+        max_num_batched_tokens=3, max_model_len=4, num_blocks=5, block_size=6,
+        enable_prefix_caching=True, prefix_match_unit=12, prefill_checkpoints="internal",
+        prefix_cache_retention_interval=13, speculative_states="records", num_speculative_tokens=14,
+        drafter="d", draft_sample_method="probabilistic", rejection_sample_method="block",
+        backend="triton", mixed_batch="gather", deferred_finalize=False, cuda_graphs=True,
+        dtype="bfloat16", device="cuda", threads=7, log_level="error", shutdown_timeout=8.5,
     )  # fmt: skip
+    unchanged = [f.name for f in fields(options) if getattr(options, f.name) == f.default]
+    assert not unchanged, "give this test a value for them"
     words = options.command_line()
+    assert "secret" not in "".join(words) + repr(options)
     usage = subprocess.run(
         [*SERVE, "--help"], capture_output=True, text=True, env={"COLUMNS": "300"}
     )
-    assert len(words) == 2 * 14
-    assert all(word in usage.stdout for word in words[::2])
+    flags = [word for word in words if word.startswith("--")]
+    assert len(flags) == len(fields(options)) - 1  # all but the key
+    assert all(flag in usage.stdout for flag in flags)
+    assert "--no-deferred-finalize" in flags and "--cuda-graphs" in flags

@@ -13,36 +13,49 @@ if TYPE_CHECKING:
     from kimik3_lab.serving.server.app import build_app
     from kimik3_lab.serving.server.async_engine import AsyncEngine
     from kimik3_lab.serving.server.background import RunningServer, start_in_background
+    from kimik3_lab.serving.server.engine_settings import EngineSettings, find_preset
     from kimik3_lab.serving.server.launch import build_engine, run
+    from kimik3_lab.serving.server.metrics import ServerMetrics
     from kimik3_lab.serving.server.options import ServeOptions, ServerStartError
+    from kimik3_lab.serving.server.scripted import ScriptedEngine, start_scripted
     from kimik3_lab.serving.server.tokenizer import Detokenizer, Tokenizer, TokenizerError
 
 __all__ = [
     "AsyncEngine",
     "Detokenizer",
+    "EngineSettings",
     "RunningServer",
+    "ScriptedEngine",
     "ServeOptions",
+    "ServerMetrics",
     "ServerStartError",
     "Tokenizer",
     "TokenizerError",
     "build_app",
     "build_engine",
+    "find_preset",
     "run",
     "start_in_background",
+    "start_scripted",
 ]
 
 _MODULE_OF = {
     "AsyncEngine": "async_engine",
     "Detokenizer": "tokenizer",
+    "EngineSettings": "engine_settings",
     "RunningServer": "background",
+    "ScriptedEngine": "scripted",
     "ServeOptions": "options",
+    "ServerMetrics": "metrics",
     "ServerStartError": "options",
     "Tokenizer": "tokenizer",
     "TokenizerError": "tokenizer",
     "build_app": "app",
     "build_engine": "launch",
+    "find_preset": "engine_settings",
     "run": "launch",
     "start_in_background": "background",
+    "start_scripted": "scripted",
 }
 
 

@@ -14,91 +14,44 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kimik3_lab.serving.server.engine_interface import (
+    EngineDeadError,
+    EngineObserver,
+    EngineStepError,
+    EngineStoppingError,
+    QueueFullError,
+    SteppedEngine,
+)
+from kimik3_lab.serving.server.output_stream import OutputStream, RequestOutput
 
 if TYPE_CHECKING:
-    from kimik3_lab.serving.outputs import EngineCoreOutput
     from kimik3_lab.serving.request import Request
 
-__all__ = ["AsyncEngine", "EngineDeadError", "EngineStepError", "OutputStream", "RequestOutput"]
+__all__ = ["AsyncEngine"]
 
 logger = logging.getLogger(__name__)
 
 
-class EngineDeadError(RuntimeError):
-    """The engine takes no more requests: it has stopped, or it could not recover from a failure."""
-
-
-class EngineStepError(RuntimeError):
-    """A step failed while this request was running; the engine itself goes on."""
-
-
-class SteppedEngine(Protocol):
-    """What is asked of an engine; :class:`kimik3_lab.serving.engine.Engine` has it."""
-
-    def add_request(self, request: Request) -> None:
-        """Queue a request; ValueError if it can never run."""
-
-    def abort(self, request_id: str) -> None:
-        """Drop a request and free what it holds."""
-
-    def step(self) -> list[EngineCoreOutput]:
-        """Run the model once and return the new tokens."""
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether there is anything to step for."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What one step made of one request."""
-
-    request_id: str
-    token_ids: Sequence[int]
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-
-
-class OutputStream:
-    """The outputs of requests that were handed in together, in the order in which they come.
-
-    Iterating ends when all of them have finished, and raises if the engine fails.
-    """
-
-    def __init__(self, client: AsyncEngine, request_ids: Sequence[str]) -> None:
-        self._client = client
-        self._running = set(request_ids)
-        self._arrived: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-
-    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        while self._running:
-            output = await self._arrived.get()
-            if isinstance(output, Exception):
-                self._running.clear()  # the engine has dropped them already
-                raise output
-            if output.request_id in self._running:
-                if output.finish_reason is not None:
-                    self._running.discard(output.request_id)
-                yield output
-
-    def abort(self, request_id: str) -> None:
-        """Stop one request early; no more outputs of it come."""
-        if request_id in self._running:
-            self._running.discard(request_id)
-            self._client._abort([request_id])
-
-    def close(self) -> None:
-        """Abort whatever still runs. Call this when the outputs are no longer wanted."""
-        if self._running:
-            self._client._abort(list(self._running))
-            self._running.clear()
-        self._client._open.discard(self)
-
-
 class AsyncEngine:
     """Serve many coroutines from one engine.
+
+    Parameters
+    ----------
+    engine
+        Belongs to this object's thread from :meth:`start` on.
+    max_num_queued_reqs
+        Most requests in flight, waiting and running together; more are refused. None for no limit.
+        Name and meaning are vLLM's (``AsyncLLM.check_admission``).
+
+    Attributes
+    ----------
+    observer : EngineObserver or None
+        Set it before :meth:`start`.
 
     Examples
     --------
@@ -113,7 +66,9 @@ class AsyncEngine:
         await client.stop()
     """
 
-    def __init__(self, engine: SteppedEngine) -> None:
+    def __init__(self, engine: SteppedEngine, *, max_num_queued_reqs: int | None = None) -> None:
+        self.max_num_queued_reqs = max_num_queued_reqs
+        self.observer: EngineObserver | None = None
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -121,6 +76,7 @@ class AsyncEngine:
         self._error: BaseException | None = None
         # Touched by the event loop only.
         self._open: set[OutputStream] = set()
+        self._in_flight: set[str] = set()
         self._accepting = True
         # Touched by the engine thread only.
         self._streams: dict[str, OutputStream] = {}
@@ -137,8 +93,38 @@ class AsyncEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are served."""
+        """Whether requests are computed."""
         return self._error is None and self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether new requests are taken."""
+        return self._accepting and self.is_running
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return len(self._in_flight)
+
+    def check_admission(self, num_requests: int = 1) -> None:
+        """Refuse what :meth:`submit` would refuse, before work is spent on it.
+
+        Raises
+        ------
+        QueueFullError
+            If ``num_requests`` more are too many.
+        EngineDeadError
+            If the engine has failed, is not started or is about to stop.
+        """
+        self._check_running()
+        limit = self.max_num_queued_reqs
+        if limit is not None and self.num_in_flight + num_requests > limit:
+            if self.observer is not None:
+                self.observer.request_rejected(num_requests)
+            raise QueueFullError(
+                f"{self.num_in_flight} requests are in flight and {num_requests} more would exceed "
+                f"max_num_queued_reqs={limit}: try again later"
+            )
 
     async def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Hand requests to the engine, all or none.
@@ -147,11 +133,13 @@ class AsyncEngine:
         ------
         ValueError
             If the engine refuses one of them because it can never run.
-        EngineDeadError
-            If the engine has failed, is not started or is about to stop.
+        QueueFullError, EngineDeadError
+            As for :meth:`check_admission`.
         """
-        self._check_running()
-        stream = OutputStream(self, [request.request_id for request in requests])
+        self.check_admission(len(requests))
+        names = [request.request_id for request in requests]
+        self._in_flight.update(names)
+        stream = OutputStream(self, names)
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open.add(stream)
         self._inbox.put(lambda: self._add(requests, stream, accepted))
@@ -162,13 +150,15 @@ class AsyncEngine:
             accepted.result()
         except BaseException:
             stream.close()
+            self._in_flight.difference_update(names)
             raise
         return stream
 
     async def drain(self, timeout: float = 0.0) -> None:
         """Take no more requests, give running ones ``timeout`` seconds to finish, abort the rest.
 
-        An aborted request ends with the finish reason ``"abort"``.
+        An aborted request ends with the finish reason ``"abort"``. Call it again, from another
+        coroutine and with 0, to stop waiting.
         """
         self._accepting = False
         loop = asyncio.get_running_loop()
@@ -190,26 +180,34 @@ class AsyncEngine:
                 f"the engine has failed and cannot go on ({self._error!r}): restart the server"
             )
         if not self._accepting:
-            raise EngineDeadError("the server is shutting down and takes no more requests")
+            raise EngineStoppingError("the server is shutting down and takes no more requests")
         if not self.is_running:
             raise EngineDeadError("the engine is not running: call start() first")
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
-        self._inbox.put(lambda: self._drop(request_ids))
+    def abort(self, request_ids: Sequence[str], *, reason: str) -> None:
+        """Stop requests early; they count as ended for ``reason``."""
+        self._in_flight.difference_update(request_ids)
+        self._inbox.put(lambda: self._drop(request_ids, reason))
+
+    def forget(self, stream: OutputStream) -> None:
+        """Wait for ``stream`` no longer when draining."""
+        self._open.discard(stream)
 
     # -- the engine thread's side --------------------------------------------------------------
 
     def _run(self) -> None:
         try:
+            self._tell_state()
             while not self._stop_requested:
                 self._work_off_inbox(wait=not self._engine.has_unfinished_requests())
                 if not self._stop_requested and self._engine.has_unfinished_requests():
                     self._step()
+                self._tell_state()
         except BaseException as error:  # whatever it is, no client may be left waiting
             logger.exception("the engine has failed and cannot go on")
             self._error = error
             failure = EngineDeadError(f"the engine has failed and cannot go on: {error!r}")
-            self._deliver([(stream, failure) for stream in set(self._streams.values())])
+            self._fail(failure)
             self._streams.clear()
 
     def _work_off_inbox(self, *, wait: bool) -> None:
@@ -222,16 +220,18 @@ class AsyncEngine:
                 return
 
     def _step(self) -> None:
+        began = time.monotonic()
         try:
             outputs = self._engine.step()
         except Exception as error:
             if not self._streams:  # failing with nothing to run: it would fail for ever
                 raise
             logger.exception("an engine step failed; its requests are dropped")
-            failure = EngineStepError(f"the engine failed while running this request: {error!r}")
-            self._deliver([(stream, failure) for stream in set(self._streams.values())])
-            self._drop(list(self._streams))  # all: which one is to blame cannot be known
+            self._fail(EngineStepError(f"the engine failed while running this request: {error!r}"))
+            self._drop(list(self._streams), "error")  # all: the one to blame cannot be known
             return
+        if self.observer is not None:
+            self.observer.step_ended(began, time.monotonic(), outputs)
         arrivals: list[tuple[OutputStream, RequestOutput | Exception]] = []
         for output in outputs:
             stream = self._streams.get(output.request_id)
@@ -239,12 +239,7 @@ class AsyncEngine:
                 continue  # aborted meanwhile
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
-            arrivals.append(
-                (
-                    stream,
-                    RequestOutput(output.request_id, output.new_token_ids, output.finish_reason),
-                )
-            )
+            arrivals.append((stream, RequestOutput.from_engine(output)))
         self._deliver(arrivals)
 
     def _add(
@@ -261,7 +256,10 @@ class AsyncEngine:
             logger.exception("the engine failed to take a request")
             refusal = EngineStepError(f"the engine failed to take this request: {error!r}")
         if refusal is not None:
-            self._drop([request.request_id for request in requests])
+            self._drop([request.request_id for request in requests], None)
+        elif self.observer is not None:
+            for request in requests:
+                self.observer.request_added(request)
 
         def answer() -> None:
             if accepted.done():  # the client has gone meanwhile
@@ -273,26 +271,41 @@ class AsyncEngine:
 
         self._call_in_loop(answer)
 
-    def _drop(self, request_ids: Sequence[str]) -> None:
+    def _drop(self, request_ids: Sequence[str], reason: str | None) -> None:
+        """Take requests from the engine; without a ``reason`` they never counted as added."""
         for request_id in request_ids:
             if self._streams.pop(request_id, None) is not None:
                 self._engine.abort(request_id)
+                if reason is not None and self.observer is not None:
+                    self.observer.request_ended(request_id, reason)
 
     def _abort_all(self) -> None:
         running = list(self._streams.items())
-        self._drop([request_id for request_id, _ in running])
-        self._deliver([(stream, RequestOutput(name, (), "abort")) for name, stream in running])
+        self._drop([request_id for request_id, _ in running], "abort")
+        self._deliver(
+            [(stream, RequestOutput(name, finish_reason="abort")) for name, stream in running]
+        )
 
     def _request_stop(self) -> None:
         self._abort_all()
         self._stop_requested = True
+
+    def _tell_state(self) -> None:
+        if self.observer is not None:
+            self.observer.state_changed(self._engine)
+
+    def _fail(self, failure: Exception) -> None:
+        self._deliver([(stream, failure) for stream in set(self._streams.values())])
+        self._call_in_loop(partial(self._in_flight.difference_update, tuple(self._streams)))
 
     def _deliver(self, arrivals: Sequence[tuple[OutputStream, RequestOutput | Exception]]) -> None:
         """Hand a whole step's outputs over at once: one wake-up of the event loop, not one each."""
 
         def put() -> None:
             for stream, output in arrivals:
-                stream._arrived.put_nowait(output)
+                if isinstance(output, RequestOutput) and output.finish_reason is not None:
+                    self._in_flight.discard(output.request_id)
+                stream.put(output)
 
         if arrivals:
             self._call_in_loop(put)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +24,11 @@ from typing import Any
 import httpx
 
 from kimik3_lab.paths import default_model_dir
-from kimik3_lab.serving.server.options import ServeOptions, ServerStartError
+from kimik3_lab.serving.server.options import (
+    API_KEY_VARIABLE,
+    ServeOptions,
+    ServerStartError,
+)
 
 __all__ = ["RunningServer", "start_in_background"]
 
@@ -91,6 +97,7 @@ def start_in_background(
     port: int = 0,
     timeout: float = 180.0,
     log_level: str = "warning",
+    command: Sequence[str] = _COMMAND,
     **settings: Any,
 ) -> RunningServer:
     """Start ``k3lab serve`` in a process of its own and wait until it answers.
@@ -105,6 +112,8 @@ def start_in_background(
         Seconds to wait until the server answers.
     log_level
         Least severe messages in the log.
+    command
+        Another command with the options of ``k3lab serve``.
     **settings
         Further fields of :class:`~kimik3_lab.serving.server.options.ServeOptions`, such as
         ``batching="static"`` or ``max_num_seqs=4``.
@@ -138,13 +147,18 @@ def start_in_background(
     folder = Path(tempfile.mkdtemp(prefix="k3lab-serve-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     log_path, ready_file = folder / "server.log", folder / "ready.json"
+    environment = os.environ.copy()
+    environment.pop(API_KEY_VARIABLE, None)  # the reader's own, for another server
+    if options.api_key is not None:
+        environment[API_KEY_VARIABLE] = options.api_key
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [*_COMMAND, *options.command_line(), "--ready-file", str(ready_file),
+            [*command, *options.command_line(), "--ready-file", str(ready_file),
              "--stop-when-stdin-closes"],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
+            env=environment,
             start_new_session=True,  # else interrupting a notebook cell would stop the server too
         )  # fmt: skip
     atexit.register(_end, process, 5.0)

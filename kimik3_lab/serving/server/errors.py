@@ -6,7 +6,7 @@ Needs pydantic. Used by the server (lesson 10).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,6 +23,10 @@ _JSON_TYPES = {
 }
 
 
+#: What OpenAI calls a failure; all others are ``server_error`` or ``invalid_request_error``.
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
 class APIError(Exception):
     """A request that is answered with an error.
 
@@ -36,20 +40,31 @@ class APIError(Exception):
         Field of the request that is to blame, if it is one.
     code
         Short name of the kind of failure, for programs; many have none.
+    headers
+        Further headers of the answer.
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the answer."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _TYPES.get(self.status) or (
+            "server_error" if self.status >= 500 else "invalid_request_error"
+        )
         return {
             "error": {
                 "message": self.message,

@@ -11,28 +11,34 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from kimik3_lab.serving.request import Request, SamplingParams
-from kimik3_lab.serving.server.async_engine import (
-    AsyncEngine,
+from kimik3_lab.serving.server.async_engine import AsyncEngine
+from kimik3_lab.serving.server.engine_interface import (
     EngineDeadError,
     EngineStepError,
-    OutputStream,
+    EngineStoppingError,
+    QueueFullError,
 )
 from kimik3_lab.serving.server.errors import APIError
 from kimik3_lab.serving.server.generation_config import GenerationConfig
+from kimik3_lab.serving.server.metrics import ServerMetrics
+from kimik3_lab.serving.server.output_stream import OutputStream
 from kimik3_lab.serving.server.output_text import Delta, OutputText
+from kimik3_lab.serving.server.prompts import Prompts
 from kimik3_lab.serving.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationFields,
 )
-from kimik3_lab.serving.server.tokenizer import Detokenizer, Tokenizer, TokenizerError
+from kimik3_lab.serving.server.tokenizer import Detokenizer
 
 __all__ = ["Generation", "Generator"]
 
 #: Tokens of an answer when a completion does not say (OpenAI's default, and vLLM's).
 _DEFAULT_MAX_TOKENS = 16
-#: Texts longer than this are tokenized beside the event loop, so that running streams go on.
-_LONG_TEXT = 4096
+#: Tokens of one answer that are written without a look at the other streams.
+_BURST = 32
+#: Seconds after which a client that was turned away may try again.
+_RETRY_AFTER = {"Retry-After": "1"}
 
 
 @dataclass
@@ -42,6 +48,7 @@ class Generation:
     stream: OutputStream
     texts: dict[str, OutputText]
     num_prompt_tokens: int
+    wants_logprobs: bool = False
 
     @property
     def num_generated_tokens(self) -> int:
@@ -54,34 +61,63 @@ class Generation:
         Raises
         ------
         APIError
-            If the engine fails.
+            If the engine fails, or stops before the answer is complete.
         """
         try:
             async for output in self.stream:
+                if self.wants_logprobs and len(output.logprobs) != len(output.token_ids):
+                    raise APIError(500, "this server's executor computes no logprobs")
                 text = self.texts[output.request_id]
-                for delta in text.add(output):
-                    if delta.finish_reason == "error":
-                        raise APIError(500, "the engine failed on this request")
+                for count, delta in enumerate(text.add(output), start=1):
+                    _check_end(delta)
                     if delta.finish_reason is not None:
                         # A stop string ends the text before the engine knows of it.
-                        self.stream.abort(output.request_id)
+                        self.stream.abort(output.request_id, reason=delta.finish_reason)
                     yield delta
-        except EngineStepError as error:
-            raise APIError(500, str(error)) from error
-        except EngineDeadError as error:
-            raise APIError(503, str(error)) from error
+                    if count % _BURST == 0:  # a reader who was slow has many to catch up with
+                        await asyncio.sleep(0)
+        except (EngineStepError, EngineDeadError) as error:
+            raise _refusal(error) from error
 
     async def whole_texts(self) -> list[Delta]:
         """Wait for the end and return each answer in one piece."""
-        pieces: dict[int, list[str]] = {text.index: [] for text in self.texts.values()}
-        last: dict[int, Delta] = {}
+        pieces: dict[int, list[Delta]] = {text.index: [] for text in self.texts.values()}
         async for delta in self.deltas():
-            pieces[delta.index].append(delta.text)
-            last[delta.index] = delta
+            pieces[delta.index].append(delta)
         return [
-            Delta(index, "".join(parts), last[index].finish_reason, last[index].stop_reason)
-            for index, parts in sorted(pieces.items())
+            Delta(
+                index,
+                "".join(delta.text for delta in deltas),
+                deltas[-1].finish_reason,
+                deltas[-1].stop_reason,
+                tuple(entry for delta in deltas for entry in delta.logprobs),
+            )
+            for index, deltas in sorted(pieces.items())
         ]
+
+
+def _check_end(delta: Delta) -> None:
+    """Refuse to pass off as an answer what is none."""
+    if delta.finish_reason == "error":
+        raise APIError(500, "the engine failed on this request")
+    if delta.finish_reason == "abort":
+        raise APIError(
+            503,
+            "the server is shutting down and has ended this answer before it was complete",
+            code="server_shutting_down",
+            headers=_RETRY_AFTER,
+        )
+
+
+def _refusal(error: Exception) -> APIError:
+    """Say to the client why the engine did not take or finish its request."""
+    if isinstance(error, QueueFullError):
+        return APIError(429, str(error), code="queue_full", headers=_RETRY_AFTER)
+    if isinstance(error, EngineStoppingError):
+        return APIError(503, str(error), code="server_shutting_down", headers=_RETRY_AFTER)
+    if isinstance(error, EngineDeadError):
+        return APIError(503, str(error))
+    return APIError(500 if isinstance(error, EngineStepError) else 400, str(error))
 
 
 @dataclass(frozen=True)
@@ -89,131 +125,86 @@ class Generator:
     """Starts requests: tokenizes, checks lengths, fills in defaults, hands over to the engine."""
 
     engine_client: AsyncEngine
-    tokenizer: Tokenizer
-    max_model_len: int
+    prompts: Prompts
     defaults: GenerationConfig
+    metrics: ServerMetrics
 
     async def start_completion(self, body: CompletionRequest, answer_id: str) -> Generation:
-        """Start one engine request for each prompt of ``body``."""
-        prompts = []
-        for prompt in body.prompt:
-            token_ids = await self._encode(prompt) if isinstance(prompt, str) else prompt
-            self._check_prompt(token_ids, param="prompt")
-            prompts.append(token_ids)
-        return await self._start(body, prompts, answer_id, default=_DEFAULT_MAX_TOKENS)
+        """Start the engine requests for the answers to each prompt of ``body``."""
+        arrival_time = time.monotonic()
+        self._check_admission(len(body.prompt) * body.num_answers)
+        prompts = await self.prompts.of_completion(body)
+        return await self._start(body, prompts, answer_id, arrival_time, _DEFAULT_MAX_TOKENS)
 
     async def start_chat(self, body: ChatCompletionRequest, answer_id: str) -> Generation:
-        """Start the engine request for the assistant's next turn."""
-        # What the server does not know of a message may matter to the template.
-        messages = [message.model_dump() for message in body.messages]
+        """Start the engine requests for the assistant's next turn."""
+        arrival_time = time.monotonic()
+        self._check_admission(body.num_answers)
+        prompt = await self.prompts.of_chat(body)
+        return await self._start(body, [prompt], answer_id, arrival_time, None)
+
+    def _check_admission(self, num_requests: int) -> None:
+        """Refuse before anything is tokenized what would be refused in the end."""
+        limit = self.engine_client.max_num_queued_reqs
+        if limit is not None and num_requests > limit:
+            raise APIError(
+                400,
+                f"the request asks for {num_requests} answers, prompts times n, and this server "
+                f"has at most {limit} in flight: ask for fewer at a time",
+            )
         try:
-            text = self.tokenizer.apply_chat_template(messages)
-        except TokenizerError as error:
-            raise APIError(400, str(error), param="messages") from error
-        token_ids = await self._encode(text, add_special_tokens=False, param="messages")
-        self._check_prompt(token_ids, param="messages")
-        return await self._start(body, [token_ids], answer_id, default=None)
+            self.engine_client.check_admission(num_requests)
+        except (QueueFullError, EngineDeadError) as error:
+            raise _refusal(error) from error
 
     async def _start(
         self,
         body: GenerationFields,
         prompts: Sequence[list[int]],
         answer_id: str,
-        *,
-        default: int | None,
+        arrival_time: float,
+        default_max_tokens: int | None,
     ) -> Generation:
         eos_token_id, *further_ends = self.defaults.eos_token_ids or (None,)
         requests = [
             Request(
-                f"{answer_id}-{index}",
+                f"{answer_id}-{place * body.num_answers + number}",
                 token_ids,
                 SamplingParams(
-                    max_tokens=self._max_tokens(body, len(token_ids), default),
+                    max_tokens=self.prompts.max_tokens(body, len(token_ids), default_max_tokens),
                     temperature=_first_given(body.temperature, self.defaults.temperature),
                     top_p=_first_given(body.top_p, self.defaults.top_p),
-                    seed=body.seed,
+                    top_k=max(body.top_k or 0, 0),  # -1 means all, too
+                    min_p=body.min_p or 0.0,
+                    seed=_seed(body.seed, number),
                     ignore_eos=bool(body.ignore_eos),
                     stop_token_ids=() if body.ignore_eos else further_ends,
+                    logprobs=body.num_top_logprobs,
                 ),
                 eos_token_id=eos_token_id,
-                arrival_time=time.monotonic(),
+                arrival_time=arrival_time,
+                priority=body.priority or 0,
             )
-            for index, token_ids in enumerate(prompts)
+            for place, token_ids in enumerate(prompts)
+            for number in range(body.num_answers)
         ]
         try:
             stream = await self.engine_client.submit(requests)
-        except ValueError as error:
-            raise APIError(400, str(error)) from error
-        except EngineStepError as error:
-            raise APIError(500, str(error)) from error
-        except EngineDeadError as error:
-            raise APIError(503, str(error)) from error
+        except (ValueError, QueueFullError, EngineStepError, EngineDeadError) as error:
+            raise _refusal(error) from error
+        for _ in prompts:
+            self.metrics.answers_asked(body.num_answers)
         texts = {
-            request.request_id: OutputText(index, Detokenizer(self.tokenizer), body.stop)
+            request.request_id: OutputText(index, Detokenizer(self.prompts.tokenizer), body.stop)
             for index, request in enumerate(requests)
         }
-        return Generation(stream, texts, sum(map(len, prompts)))
+        num_prompt_tokens = sum(map(len, prompts))
+        return Generation(stream, texts, num_prompt_tokens, body.wants_logprobs)
 
-    async def _encode(
-        self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
-    ) -> list[int]:
-        # Encoding holds the interpreter for seconds per megabyte, and every stream with it.
-        most = self.max_model_len * self.tokenizer.longest_token
-        if len(text) > most:
-            raise APIError(
-                400,
-                f"{param} has {len(text)} characters: even in the longest tokens that is more than "
-                f"the {self.max_model_len} tokens that the context holds",
-                param=param,
-                code="context_length_exceeded",
-            )
-        try:
-            if len(text) <= _LONG_TEXT:
-                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return await asyncio.to_thread(
-                self.tokenizer.encode, text, add_special_tokens=add_special_tokens
-            )
-        except TokenizerError as error:
-            raise APIError(400, str(error), param=param) from error
 
-    def _check_prompt(self, token_ids: Sequence[int], *, param: str) -> None:
-        vocab_size = self.tokenizer.vocab_size
-        if not token_ids:
-            raise APIError(400, f"{param} has no tokens", param=param)
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise APIError(
-                    400,
-                    f"token id {token_id} lies outside the vocabulary of {vocab_size} tokens "
-                    f"(0 to {vocab_size - 1})",
-                    param=param,
-                )
-        if len(token_ids) >= self.max_model_len:
-            raise APIError(
-                400,
-                f"the prompt has {len(token_ids)} tokens, but the context holds "
-                f"{self.max_model_len}, prompt and answer together: shorten the prompt to at most "
-                f"{self.max_model_len - 1} tokens",
-                param=param,
-                code="context_length_exceeded",
-            )
-
-    def _max_tokens(self, body: GenerationFields, prompt_len: int, default: int | None) -> int:
-        room = self.max_model_len - prompt_len
-        wanted = body.wanted_tokens
-        if wanted is None:
-            return room if default is None else min(default, room)
-        if wanted > room:
-            param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-            raise APIError(
-                400,
-                f"{param}={wanted} and a prompt of {prompt_len} tokens make "
-                f"{prompt_len + wanted}, but the context holds {self.max_model_len}: ask for at "
-                f"most {room}",
-                param=param,
-                code="context_length_exceeded",
-            )
-        return wanted
+def _seed(seed: int | None, number: int) -> int | None:
+    """Seed of an answer: each has its own, as in vLLM (``vllm/v1/engine/parallel_sampling.py``)."""
+    return None if seed is None else (seed + number) % 2**63
 
 
 def _first_given(asked: float | None, default: float) -> float:

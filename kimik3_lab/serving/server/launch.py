@@ -5,31 +5,37 @@ Needs torch (through the executor), FastAPI and uvicorn. Used by ``k3lab serve``
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import ipaddress
 import json
 import logging
 import os
+import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import uvicorn
 from sse_starlette.sse import AppStatus
 
 from kimik3_lab.config import ConfigError, K3Config
-from kimik3_lab.serving.config import Batching, CacheConfig, SchedulerConfig
-from kimik3_lab.serving.engine import Engine, Executor
+from kimik3_lab.serving.engine import Engine
 from kimik3_lab.serving.scheduler import Scheduler
 from kimik3_lab.serving.server.app import build_app
 from kimik3_lab.serving.server.async_engine import AsyncEngine
+from kimik3_lab.serving.server.build_executor import build_executor, longest_draft
+from kimik3_lab.serving.server.engine_interface import SteppedEngine
+from kimik3_lab.serving.server.engine_settings import EngineSettings
 from kimik3_lab.serving.server.generation_config import GenerationConfig
-from kimik3_lab.serving.server.options import ServeOptions, ServerStartError
+from kimik3_lab.serving.server.options import API_KEY_VARIABLE, ServeOptions, ServerStartError
 from kimik3_lab.serving.server.tokenizer import Tokenizer, TokenizerError
 
 __all__ = ["ServedModel", "build_engine", "run"]
+
+logger = logging.getLogger(__name__)
 
 #: Seconds that open connections get once their requests have ended.
 _CLOSE_TIMEOUT = 5
@@ -39,7 +45,7 @@ _CLOSE_TIMEOUT = 5
 class ServedModel:
     """A model ready to serve: its engine and what the endpoint must know of it."""
 
-    engine: Engine
+    engine: SteppedEngine
     tokenizer: Tokenizer
     generation_config: GenerationConfig
     max_model_len: int
@@ -60,14 +66,12 @@ def build_engine(options: ServeOptions) -> ServedModel:
         tokenizer = Tokenizer.load(folder)
         generation_config = GenerationConfig.load(folder, eos_token_id=config.eos_token_id)
         context = options.context_length(config.max_position_embeddings)
-        scheduler_config = SchedulerConfig(
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
+        num_kda_layers = len(config.linear_attn_config.kda_layers)
+        settings = EngineSettings.from_options(
+            options,
             max_model_len=context,
-            batching=cast(Batching, options.batching),
-        )
-        cache_config = CacheConfig(
-            num_blocks=options.cache_blocks(context), block_size=options.block_size
+            num_layers={"mla": config.num_hidden_layers - num_kda_layers, "kda": num_kda_layers},
+            most_draft_tokens=longest_draft(options),
         )
     except (ConfigError, TokenizerError) as error:
         raise ServerStartError(str(error)) from error
@@ -78,36 +82,18 @@ def build_engine(options: ServeOptions) -> ServedModel:
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the model only "
             f"vocab_size={config.vocab_size}: they do not belong together"
         )
-    executor = _build_executor(folder, options, cache_config)
-    engine = Engine(Scheduler(scheduler_config, cache_config), executor)
+    executor = build_executor(options, settings)
+    try:
+        engine = Engine(Scheduler(settings.scheduler, settings.cache), executor)
+    except ValueError as error:
+        raise ServerStartError(f"cannot serve {folder}: {error}") from error
     return ServedModel(engine, tokenizer, generation_config, context)
-
-
-def _build_executor(folder: Path, options: ServeOptions, cache_config: CacheConfig) -> Executor:
-    import torch
-
-    from kimik3_lab.reference import checkpoint
-    from kimik3_lab.serving.executors.torch_executor import TorchExecutor
-
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    try:
-        model = checkpoint.load(folder, dtype=getattr(torch, options.dtype))
-    except Exception as error:  # a damaged file fails in many ways, none of them a defect here
-        raise ServerStartError(f"cannot load the weights in {folder}: {error}") from error
-    try:
-        executor: Executor = TorchExecutor(model, cache_config, options.max_num_seqs)
-    except (RuntimeError, MemoryError) as error:
-        raise ServerStartError(
-            f"no memory for a cache of {cache_config.num_blocks} blocks and "
-            f"{options.max_num_seqs} sequences; lower num_blocks or max_num_seqs ({error})"
-        ) from error
-    return executor
 
 
 def run(
     options: ServeOptions,
     *,
+    build: Callable[[ServeOptions], ServedModel] = build_engine,
     ready_file: str | Path | None = None,
     stop_when_stdin_closes: bool = False,
 ) -> None:
@@ -115,6 +101,8 @@ def run(
 
     Parameters
     ----------
+    build
+        Makes what is served.
     ready_file
         Written once requests are served: a JSON object with ``base_url`` and ``pid``.
     stop_when_stdin_closes
@@ -129,8 +117,8 @@ def run(
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s: %(message)s")
     listener = _bind(options.host, options.port)
     with contextlib.closing(listener):
-        served = build_engine(options)
-        client = AsyncEngine(served.engine)
+        served = build(options)
+        client = AsyncEngine(served.engine, max_num_queued_reqs=options.max_num_queued_reqs)
         app = build_app(
             client,
             served.tokenizer,
@@ -138,7 +126,16 @@ def run(
             served.max_model_len,
             defaults=served.generation_config,
             model_root=str(options.model),
+            api_key=options.api_key,
+            max_request_bytes=options.max_request_bytes,
         )
+        if options.api_key is None and not _is_loopback(listener):
+            logger.warning(
+                "%s is heard by other machines, and whoever reaches it may use it: set an API key "
+                "in %s, or listen on 127.0.0.1",
+                options.host,
+                API_KEY_VARIABLE,
+            )
         # Running streams end through the engine (see _Server.shutdown), not by being cut off.
         AppStatus.enable_automatic_graceful_drain = False
         base_url = _url(options.host, listener.getsockname()[1])
@@ -156,7 +153,7 @@ def run(
         server = _Server(config, client, options.shutdown_timeout, announce)
         if stop_when_stdin_closes:
             threading.Thread(target=server.stop_when_stdin_closes, daemon=True).start()
-        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C, after everything has been closed
+        with server.ends_well_by_sigterm(), contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listener])
 
 
@@ -181,8 +178,29 @@ class _Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._client.drain(self._shutdown_timeout)
+        """End all requests, then close the connections; a second Ctrl-C does not wait for them."""
+        drained = asyncio.create_task(self._client.drain(self._shutdown_timeout))
+        while not (await asyncio.wait([drained], timeout=0.1))[0]:
+            if self.force_exit:
+                await self._client.drain(0.0)
+                break
         await super().shutdown(sockets=sockets)
+
+    @contextlib.contextmanager
+    def ends_well_by_sigterm(self) -> Iterator[None]:
+        """Let SIGTERM end the process with status 0.
+
+        When all is closed, uvicorn raises the signals again that it was ended by. That of Ctrl-C
+        becomes a KeyboardInterrupt; SIGTERM would kill the process there and then.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = signal.signal(signal.SIGTERM, self.handle_exit)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, previous)
 
     def stop_when_stdin_closes(self) -> None:
         # Not sys.stdin: a thread that waits inside its lock breaks the interpreter's shutdown.
@@ -212,6 +230,10 @@ def _bind(host: str, port: int) -> socket.socket:
             "another with --port (0 takes any free one)"
         ) from error
     return listener
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def _url(host: str, port: int) -> str:

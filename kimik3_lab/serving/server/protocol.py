@@ -3,9 +3,13 @@
 Needs pydantic. Used by the server (lesson 10).
 
 Types are strict: ``"16"`` is no number. Fields that this server does not know are accepted and
-ignored, as vLLM does, because clients send many (``user``, ``store``, ``top_k`` ...). Fields that
-ask for something in the answer that it cannot give (``n``, ``best_of``, ``echo``, ``logprobs``)
-are refused unless they ask for nothing.
+ignored, as vLLM does, because clients send many (``user``, ``store``, ``tools`` ...). Fields that
+ask for something in the answer that it cannot give (``best_of``, ``echo``) are refused unless they
+ask for nothing.
+
+Limits keep one request from taking the server away from all others: each answer of ``n`` is a
+sequence of its own, stop strings are looked for after every token, and the engine sorts the
+vocabulary for ``logprobs``.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from pydantic import (
     ConfigDict,
     Field,
     StrictBool,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -30,6 +35,13 @@ __all__ = [
     "GenerationFields",
     "StreamOptions",
 ]
+
+#: Most answers to a prompt (OpenAI's limit), prompts in a request, stop strings, and alternatives
+#: reported for a token (vLLM's default for ``--max-logprobs``, and OpenAI's limit for chats).
+MAX_ANSWERS = 128
+MAX_PROMPTS = 1024
+MAX_STOP_STRINGS = 32
+MAX_LOGPROBS = 20
 
 Positive = Annotated[int, Field(ge=1)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
@@ -54,7 +66,45 @@ def _stop_strings(value: object) -> list[str]:
         raise ValueError("expected a string or a list of strings")
     if not all(texts):
         raise ValueError("a stop string must not be empty")
+    if len(texts) > MAX_STOP_STRINGS:
+        raise ValueError(f"expected at most {MAX_STOP_STRINGS} stop strings, got {len(texts)}")
     return texts
+
+
+#: How the forms look that a validator brings to one, for ``/openapi.json``.
+_STRING = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_STOP_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            _STRING,
+            {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STRING},
+            {"type": "null"},
+        ]
+    }
+)
+_PROMPT_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            _STRING,
+            _IDS,
+            {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": MAX_PROMPTS,
+                "items": {"anyOf": [_STRING, _IDS]},
+            },
+        ]
+    }
+)
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_CONTENT_SCHEMA = WithJsonSchema(
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]}
+)
 
 
 def _is_ids(value: object) -> bool:
@@ -71,6 +121,8 @@ def _prompts(value: object) -> list[str | list[int]]:
         )
     if not value or not all(value):
         raise ValueError("a prompt must not be empty")
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"expected at most {MAX_PROMPTS} prompts, got {len(value)}")
     return value
 
 
@@ -112,12 +164,17 @@ class GenerationFields(BaseModel):
     max_completion_tokens: Positive | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0)] | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: Annotated[list[str], BeforeValidator(_stop_strings)] = Field(default_factory=list)
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    stop: Annotated[list[str], BeforeValidator(_stop_strings), _STOP_SCHEMA] = Field(
+        default_factory=list
+    )
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int | None, _only(1, None)] = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationFields:
@@ -129,6 +186,21 @@ class GenerationFields(BaseModel):
     def wanted_tokens(self) -> int | None:
         """Most tokens to generate, if the request says; the newer name wins."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many alternatives to report for each token; None to report no probabilities."""
+        raise NotImplementedError
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer says how likely its tokens were."""
+        return self.num_top_logprobs is not None
 
     @property
     def include_usage(self) -> bool:
@@ -150,10 +222,15 @@ class GenerationFields(BaseModel):
 class CompletionRequest(GenerationFields):
     """Body of ``POST /v1/completions``."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts), _PROMPT_SCHEMA]
     best_of: Annotated[int | None, _only(1, None)] = None
     echo: Annotated[StrictBool | None, _only(False, None)] = None
-    logprobs: Annotated[None, _only(None)] = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many alternatives to report for each token; None to report no probabilities."""
+        return self.logprobs
 
 
 class ChatMessage(BaseModel):
@@ -162,11 +239,23 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Annotated[str, Field(min_length=1)]
-    content: Annotated[str, BeforeValidator(_message_text)] = ""
+    content: Annotated[str, BeforeValidator(_message_text), _CONTENT_SCHEMA] = ""
 
 
 class ChatCompletionRequest(GenerationFields):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    logprobs: Annotated[StrictBool | None, _only(False, None)] = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs may be set only together with logprobs=true")
+        return self
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many alternatives to report for each token; None to report no probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None

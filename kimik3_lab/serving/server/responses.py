@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kimik3_lab.serving.server.logprobs import chat_logprobs, completion_logprobs
 from kimik3_lab.serving.server.output_text import Delta
+from kimik3_lab.serving.server.tokenizer import Tokenizer
 
 __all__ = ["Answer", "ChatAnswer", "CompletionAnswer", "to_json", "usage"]
 
@@ -38,9 +40,18 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 @dataclass
 class Answer(ABC):
-    """One answer of the server: its id and time, and how it writes what is generated."""
+    """One answer of the server: its id and time, and how it writes what is generated.
+
+    Parameters
+    ----------
+    model
+        Name of the model.
+    tokenizer
+        Writes the tokens whose probabilities were asked for; None if they were not.
+    """
 
     model: str
+    tokenizer: Tokenizer | None = None
     id: str = field(init=False)
     created: int = field(init=False)
 
@@ -67,6 +78,19 @@ class Answer(ABC):
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
+    def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "index": delta.index,
+            **content,
+            "logprobs": None if self.tokenizer is None else self._logprobs(delta, self.tokenizer),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+
+    @abstractmethod
+    def _logprobs(self, delta: Delta, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Write the probabilities of ``delta``."""
+
     @abstractmethod
     def choice(self, delta: Delta) -> dict[str, Any]:
         """Write a choice of a whole answer; ``delta`` holds all of its text."""
@@ -84,11 +108,14 @@ class CompletionAnswer(Answer):
 
     def choice(self, delta: Delta) -> dict[str, Any]:
         """Write a choice of a whole answer."""
-        return _choice(delta, {"text": delta.text})
+        return self._choice(delta, {"text": delta.text})
 
     def choice_chunk(self, delta: Delta, *, first: bool) -> dict[str, Any]:
         """Write a choice of a chunk."""
-        return _choice(delta, {"text": delta.text})
+        return self._choice(delta, {"text": delta.text})
+
+    def _logprobs(self, delta: Delta, tokenizer: Tokenizer) -> dict[str, Any]:
+        return completion_logprobs(delta.logprobs, tokenizer)
 
 
 class ChatAnswer(Answer):
@@ -100,7 +127,7 @@ class ChatAnswer(Answer):
 
     def choice(self, delta: Delta) -> dict[str, Any]:
         """Write a choice of a whole answer."""
-        return _choice(delta, {"message": {"role": "assistant", "content": delta.text}})
+        return self._choice(delta, {"message": {"role": "assistant", "content": delta.text}})
 
     def choice_chunk(self, delta: Delta, *, first: bool) -> dict[str, Any]:
         """Write a choice of a chunk; the role comes with the first token, not before it.
@@ -108,14 +135,7 @@ class ChatAnswer(Answer):
         Benchmark clients take the first chunk with a choice for the first token.
         """
         role = {"role": "assistant"} if first else {}
-        return _choice(delta, {"delta": {**role, "content": delta.text}})
+        return self._choice(delta, {"delta": {**role, "content": delta.text}})
 
-
-def _choice(delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "index": delta.index,
-        **content,
-        "logprobs": None,
-        "finish_reason": delta.finish_reason,
-        "stop_reason": delta.stop_reason,
-    }
+    def _logprobs(self, delta: Delta, tokenizer: Tokenizer) -> dict[str, Any]:
+        return chat_logprobs(delta.logprobs, tokenizer)

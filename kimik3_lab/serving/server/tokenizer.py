@@ -140,6 +140,40 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        r"""Return the bytes that one token stands for, which may be a part of a character.
+
+        Examples
+        --------
+        >>> from tokenizers import Tokenizer as Backend, decoders, models
+        >>> backend = Backend(models.BPE({"Ã": 0, "©": 1}, []))  # the two bytes of é
+        >>> backend.decoder = decoders.ByteLevel()
+        >>> Tokenizer(backend).token_bytes(1)
+        b'\xa9'
+        """
+        if self._byte_of is None:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        token = self._backend.id_to_token(token_id) or ""
+        try:
+            return bytes(self._byte_of[letter] for letter in token)
+        except KeyError:  # a special token, which is written as it is
+            return token.encode()
+
+    @cached_property
+    def _byte_of(self) -> dict[str, int] | None:
+        """The byte that each letter stands for; None if the tokens are not made of bytes.
+
+        The letters of byte-level BPE are GPT-2's: a printable byte is itself, the others follow
+        from U+0100 on (``bytes_to_unicode`` in openai/gpt-2, ``src/encoder.py``).
+        """
+        decoder = json.loads(self._backend.to_str()).get("decoder") or {}
+        if decoder.get("type") != "ByteLevel":
+            return None
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in set(printable)]
+        letters = {chr(byte): byte for byte in printable}
+        return letters | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
     # -- chats -------------------------------------------------------------------------------
 
     def apply_chat_template(
