@@ -1,6 +1,7 @@
 """Drive the real scheduler without a model, and keep what it decided in every step.
 
-Needs the standard library only. Lessons 07, 08 and 09 draw it (``plots_schedule``).
+Needs the standard library and the simulator's clock. Lessons 07, 08 and 09 draw it
+(``plots_schedule``).
 
 A schedule does not depend on what tokens say, only on how many there are and on how many drafts are
 accepted. So a lesson can run thousands of steps of Kimi K3's size on a laptop: the tokens are made
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from kimik3_lab.serving.outputs import ModelRunnerOutput, SchedulerOutput
 from kimik3_lab.serving.request import Request
 from kimik3_lab.serving.scheduler import Scheduler
+from kimik3_lab.simulation.clock import VirtualClock
 
 __all__ = ["Row", "Step", "Timeline", "run"]
 
@@ -166,19 +168,20 @@ accepted=0)}
     coming = sorted(requests, key=lambda request: request.arrival_time)
     timeline.arrivals = {request.request_id: request.arrival_time for request in coming}
     known = {request.request_id: request for request in coming}
-    clock, number = 0.0, 0
+    clock, number = VirtualClock(), 0
     while coming or scheduler.has_requests():
         if not scheduler.has_requests():
-            clock = max(clock, coming[0].arrival_time)
-        while coming and coming[0].arrival_time <= clock:
+            clock.wait_until(coming[0].arrival_time)
+        while coming and coming[0].arrival_time <= clock.now:
             scheduler.add_request(coming.pop(0))
-        step, result, plan = _take_step(scheduler, known, number, clock, accepted)
+        step, result, plan = _take_step(scheduler, known, number, clock.now, accepted)
         if not step.rows and not coming:
             raise RuntimeError(
                 f"step {number} planned nothing for {len(scheduler.requests)} unfinished requests: "
                 "this configuration starves them"
             )
-        end = clock + (seconds_per_step(step) if seconds_per_step else 1.0)
+        clock.advance(seconds_per_step(step) if seconds_per_step else 1.0)
+        end = clock.now
         news = scheduler.update_from_output(plan, result)
         for item in news:
             times = timeline.token_times.setdefault(item.request_id, [])
@@ -194,7 +197,7 @@ accepted=0)}
             )
         )
         _propose(scheduler, plan)
-        clock, number = end, number + 1
+        number += 1
         if number >= max_steps:
             raise RuntimeError(f"{len(scheduler.requests)} requests are left after {number} steps")
     return timeline

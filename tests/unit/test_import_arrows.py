@@ -52,7 +52,7 @@ LAYERS = (
         (*BASE, "kimik3_lab.__init__", "kimik3_lab.serving", "kimik3_lab.reference"),
         frozenset({
             "fastapi", "pydantic", "starlette", "sse_starlette", "uvicorn", "tokenizers", "jinja2",
-            "torch", "httpx",
+            "torch", "httpx", "prometheus_client",
         }),
     ),
     Layer("scheduling", ("kimik3_lab.serving",)),
@@ -70,11 +70,30 @@ LAYERS = (
         frozenset({"numpy", "scipy", "aiohttp", "tokenizers", "tqdm", "rich"}),
     ),
     Layer(
+        "simulation",
+        ("kimik3_lab.simulation",),
+        (*BASE, "kimik3_lab.serving", "kimik3_lab.performance", "kimik3_lab.benchmark"),
+        frozenset({"numpy"}),
+    ),
+    Layer(
         "teaching",
         ("kimik3_lab.teaching",),
         (*BASE, "kimik3_lab.__init__", "kimik3_lab.reference", "kimik3_lab.serving",
-         "kimik3_lab.performance", "kimik3_lab.benchmark", "k3_kernels"),
+         "kimik3_lab.performance", "kimik3_lab.benchmark", "kimik3_lab.simulation", "k3_kernels"),
         None,
+    ),
+    Layer(
+        "deploy",
+        ("kimik3_lab.deploy",),
+        (*BASE, "kimik3_lab.__init__", "kimik3_lab.performance"),
+        frozenset({"pydantic", "yaml", "jinja2"}),
+    ),
+    Layer(
+        "reproduce",
+        ("kimik3_lab.reproduce",),
+        (*BASE, "kimik3_lab.__init__", "kimik3_lab.performance", "kimik3_lab.deploy",
+         "kimik3_lab.benchmark", "kimik3_lab.vllm_cpu"),
+        frozenset({"pydantic"}),
     ),
     # Runs inside vLLM's own environment, next to the reference and without the engine.
     Layer(
@@ -88,11 +107,14 @@ LAYERS = (
 #: Parts that a layer may not reach although it may import the whole that they belong to.
 FORBIDDEN = {
     "performance": ("kimik3_lab.serving.executors", "kimik3_lab.serving.server"),
+    "simulation": ("kimik3_lab.serving.executors", "kimik3_lab.serving.server"),
     "executors": ("kimik3_lab.serving.server",),
 }
 #: What one function of a module may import beyond its layer, because the module works without it.
 ON_DEMAND = {
     "kimik3_lab.serving.engine": {"tqdm"},  # the progress bar of Engine.generate
+    "kimik3_lab.simulation.fleet": {"tqdm"},
+    "kimik3_lab.simulation.drive": {"tqdm"},  # the progress bar of a long run
     "kimik3_lab.performance.published": {"scipy"},  # the exact interval of a ratio of counts
 }
 
@@ -221,6 +243,11 @@ def test_arrows(module: str) -> None:
         ("kimik3_lab.performance.accounting", "import kimik3_lab.serving.executors.torch_executor"),
         ("kimik3_lab.benchmark.client", "import importlib\nimportlib.import_module('torch')"),
         ("kimik3_lab.benchmark.client", "from kimik3_lab.serving import engine"),
+        (
+            "kimik3_lab.simulation.executor",
+            "from kimik3_lab.serving.executors import torch_executor",
+        ),
+        ("kimik3_lab.simulation.drive", "import scipy"),
         ("kimik3_lab.reference.model", "from kimik3_lab.teaching import plots"),
         ("kimik3_lab.teaching.session", "from kimik3_lab.commands import CommandError"),
         ("kimik3_lab.provenance", "from kimik3_lab import cli"),
