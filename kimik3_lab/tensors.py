@@ -53,7 +53,9 @@ class TensorSpec(NamedTuple):
         return prod(self.shape) * factor
 
 
-def checkpoint_tensors(config: K3Config, *, prefix: str = RELEASED_PREFIX) -> Iterator[TensorSpec]:
+def checkpoint_tensors(
+    config: K3Config, *, prefix: str = RELEASED_PREFIX, num_experts: int | None = None
+) -> Iterator[TensorSpec]:
     """Yield every tensor of the text model in checkpoint order.
 
     Parameters
@@ -62,6 +64,8 @@ def checkpoint_tensors(config: K3Config, *, prefix: str = RELEASED_PREFIX) -> It
         Any member of the family.
     prefix
         ``"language_model."`` for the released layout, ``""`` for the flat KimiLinear layout.
+    num_experts
+        List the tensors of so many routed experts of each layer only; they are all alike.
 
     Examples
     --------
@@ -70,17 +74,18 @@ def checkpoint_tensors(config: K3Config, *, prefix: str = RELEASED_PREFIX) -> It
     ('language_model.model.embed_tokens.weight', (163840, 7168), 'BF16')
     """
     hidden, model = config.hidden_size, prefix + "model."
+    experts = config.num_experts if num_experts is None else num_experts
     vocab = (config.vocab_size, hidden)
     yield TensorSpec(model + "embed_tokens.weight", vocab, "BF16", "embedding")
     for layer_id in range(config.num_hidden_layers):
-        yield from _layer(config, layer_id, f"{model}layers.{layer_id}.")
+        yield from _layer(config, layer_id, f"{model}layers.{layer_id}.", experts)
     yield TensorSpec(model + "norm.weight", (hidden,), "BF16", "final")
     yield TensorSpec(model + "output_attn_res_norm.weight", (hidden,), "BF16", "final")
     yield TensorSpec(model + "output_attn_res_proj.weight", (1, hidden), "BF16", "final")
     yield TensorSpec(prefix + "lm_head.weight", vocab, "BF16", "lm_head")
 
 
-def _layer(config: K3Config, layer_id: int, prefix: str) -> Iterator[TensorSpec]:
+def _layer(config: K3Config, layer_id: int, prefix: str, experts: int) -> Iterator[TensorSpec]:
     hidden = (config.hidden_size,)
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield TensorSpec(f"{prefix}{name}.weight", hidden, "BF16", "norms", layer_id)
@@ -90,7 +95,7 @@ def _layer(config: K3Config, layer_id: int, prefix: str) -> Iterator[TensorSpec]
     attention = _kda if config.is_kda_layer(layer_id) else _mla
     yield from attention(config, layer_id, prefix + "self_attn.")
     if config.is_moe_layer(layer_id):
-        yield from _moe(config, layer_id, prefix + "block_sparse_moe.")
+        yield from _moe(config, layer_id, prefix + "block_sparse_moe.", experts)
     else:
         yield from _mlp(config, layer_id, prefix + "mlp.", config.intermediate_size, "dense_mlp")
 
@@ -143,12 +148,12 @@ def _mlp(
         yield TensorSpec(f"{prefix}{name}.weight", shape, "BF16", component, layer_id)
 
 
-def _moe(config: K3Config, layer_id: int, prefix: str) -> Iterator[TensorSpec]:
-    experts, hidden = config.num_experts, config.hidden_size
+def _moe(config: K3Config, layer_id: int, prefix: str, experts: int) -> Iterator[TensorSpec]:
+    rows, hidden = config.num_experts, config.hidden_size
     latent = config.routed_expert_hidden_size
-    yield TensorSpec(prefix + "gate.weight", (experts, hidden), "BF16", "router", layer_id)
+    yield TensorSpec(prefix + "gate.weight", (rows, hidden), "BF16", "router", layer_id)
     bias = prefix + "gate.e_score_correction_bias"
-    yield TensorSpec(bias, (experts,), "F32", "router", layer_id)
+    yield TensorSpec(bias, (rows,), "F32", "router", layer_id)
     for name, shape in (
         ("down_proj", (latent, hidden)),
         ("norm", (latent,)),

@@ -21,7 +21,7 @@ def census(config: K3Config) -> tuple[tuple[TensorSpec, int], ...]:
     """Every kind of tensor of ``config``'s checkpoint, with its number of occurrences.
 
     A kind has no layer, and a ``name`` of two parts: ``"q_proj.weight"``, ``"w1.weight_packed"``.
-    Together with the component that is unambiguous. Takes about a second for the release, once.
+    Together with the component that is unambiguous. One expert of a layer stands for all of them.
 
     Examples
     --------
@@ -30,7 +30,8 @@ def census(config: K3Config) -> tuple[tuple[TensorSpec, int], ...]:
     (47, 136)
     """
     kinds: Counter[TensorSpec] = Counter()
-    for spec in checkpoint_tensors(config, prefix=""):
+    for spec in checkpoint_tensors(config, prefix="", num_experts=1):
         parts = spec.name.split(".")
-        kinds[spec._replace(name=".".join(parts[-2:]), layer_id=None)] += 1
+        alike = config.num_experts if spec.component == "routed_experts" else 1
+        kinds[spec._replace(name=".".join(parts[-2:]), layer_id=None)] += alike
     return tuple(kinds.items())

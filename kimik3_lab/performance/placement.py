@@ -20,6 +20,8 @@ from kimik3_lab.performance.census import census
 
 __all__ = [
     "MIN_EXPERT_WIDTH",
+    "SPLIT_COMPONENTS",
+    "SPLIT_TENSORS",
     "Layout",
     "LayoutError",
     "RankWeights",
@@ -33,8 +35,8 @@ MIN_EXPERT_WIDTH = 256
 
 #: Components that are split over the tensor-parallel ranks whole, and those of which only some
 #: tensors are. What is named in neither, every rank keeps.
-_SPLIT = {"embedding", "lm_head", "dense_mlp", "shared_experts"}
-_SPLIT_TENSORS = {
+SPLIT_COMPONENTS = {"embedding", "lm_head", "dense_mlp", "shared_experts"}
+SPLIT_TENSORS = {
     "kda": {
         *(f"{x}_proj.weight" for x in ("q", "k", "v", "g", "o", "b", "f_b")),
         *(f"{x}_conv1d.weight" for x in "qkv"),
@@ -171,7 +173,7 @@ def rank_weights(config: K3Config, layout: Layout) -> RankWeights:
         component = spec.component
         if component == "routed_experts":
             split[component] += size // layout.gpus
-        elif component in _SPLIT or spec.name in _SPLIT_TENSORS.get(component, ()):
+        elif component in SPLIT_COMPONENTS or spec.name in SPLIT_TENSORS.get(component, ()):
             if spec.name == "self_attn.A_log":  # the zeros behind the last head are not loaded
                 size = size // spec.shape[0] * config.linear_attn_config.num_heads
             split[component] += size // ranks

@@ -149,8 +149,16 @@ _FINALIZE = _SKINNY._with(
     53327,
     execution="deferred_finalize",
 )
+#: A decode step became shorter by more than all published claims together: see
+#: :mod:`kimik3_lab.performance.constants`, ``decode_step_residual``.
+_OTHER = _FINALIZE._with(
+    "other step changes",
+    "everything else between the two versions; no gain of it was published",
+    50587,
+    execution="other_step_changes",
+)
 #: vLLM's main branch on the day of the post (commit 82a85dc1) with the published command line.
-MAIN_2026_09_13 = _FINALIZE._with(
+MAIN_2026_09_13 = _OTHER._with(
     "main 2026-09-13",
     "mixed KDA batches are sliced, not gathered",
     56159,
@@ -228,6 +236,7 @@ LADDER: tuple[Preset, ...] = (
     _PREFILL,
     _SKINNY,
     _FINALIZE,
+    _OTHER,
     MAIN_2026_09_13,
     _PADDING,
     _CACHING,
