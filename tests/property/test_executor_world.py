@@ -25,7 +25,7 @@ from kimik3_lab.serving import CacheConfig, SchedulerConfig
 from kimik3_lab.serving.async_scheduler import make_scheduler
 
 #: Worlds of the slow test.
-WORLDS = 200
+WORLDS = 50
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,8 +75,8 @@ def test_no_token_changes_in_many_worlds(model: K3ForCausalLM) -> None:
         counts += world.counts
     # That all this held would mean little if little had happened.
     least = {
-        "hits": 250, "preemptions": 25, "aborts": 40, "failed": 30,
-        "checkpoint_exports": 40, "recovery_commits": 400, "block_copies": 150,
-        "kda_state_bytes_copied": 1_000_000, "gather_bytes": 1_000_000,
+        "hits": 50, "preemptions": 5, "aborts": 8, "failed": 6,
+        "checkpoint_exports": 8, "recovery_commits": 80, "block_copies": 30,
+        "kda_state_bytes_copied": 200_000, "gather_bytes": 200_000,
     }  # fmt: skip
     assert {name: counts[name] for name in least if counts[name] < least[name]} == {}

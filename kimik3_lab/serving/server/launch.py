@@ -249,7 +249,7 @@ def _write_ready_file(file: Path, base_url: str) -> None:
 
 
 def _greeting(model_name: str, base_url: str) -> str:
-    body = json.dumps({"model": model_name, "prompt": "Once upon a time", "max_tokens": 32})
+    body = json.dumps({"model": model_name, "prompt": "def fibonacci(n):", "max_tokens": 32})
     return (
         f"Serving {model_name} at {base_url} (Ctrl-C stops it). Try:\n\n"
         f"  curl {base_url}/v1/completions -H 'Content-Type: application/json' \\\n"
