@@ -10,7 +10,7 @@ import sys
 import typer
 
 from kimik3_lab import __version__
-from kimik3_lab.commands import COMMANDS, CommandError
+from kimik3_lab.commands import COMMANDS, GROUPS, CommandError
 
 __all__ = ["app", "main"]
 
@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 for _name, _function in COMMANDS.items():
     app.command(_name)(_function)
+for _name, _group in GROUPS.items():
+    app.add_typer(_group, name=_name)
 
 
 @app.callback(invoke_without_command=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 from kimik3_lab import paths
 from kimik3_lab.serving.spec_decode import max_num_new_slots_for_drafting
@@ -29,7 +30,7 @@ def check_1(largest_k: Callable[[int, int, int], int]) -> None:
     for budget, running, chunk in cases:
         k = largest_k(budget, running, chunk)
         name = f"budget {budget}, {running} running, chunk {chunk}"
-        assert isinstance(k, int) and k >= 0, f"{name}: expected a number of drafts, got {k!r}"
+        assert isinstance(k, Integral) and k >= 0, f"{name}: expected a number of drafts, got {k!r}"
         rows = _rows(running, chunk, k)
         assert k == 0 or rows <= budget, f"{name}: K = {k} needs {rows} rows"
         more = _rows(running, chunk, k + 1)

