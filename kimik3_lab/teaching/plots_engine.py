@@ -81,5 +81,5 @@ def dashboard(samples: Sequence[_Sample]) -> go.Figure:
     if seconds:
         figure.update_xaxes(range=[0, max(seconds)])
     figure.update_yaxes(rangemode="tozero")
-    figure.update_layout(height=480, legend={"x": 0.01, "y": 0.99}, margin={"t": 40})
+    figure.update_layout(height=480, legend={"orientation": "h", "x": 0, "y": 1.17}, margin={"t": 60})
     return figure
