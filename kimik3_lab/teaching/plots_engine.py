@@ -81,5 +81,7 @@ def dashboard(samples: Sequence[_Sample]) -> go.Figure:
     if seconds:
         figure.update_xaxes(range=[0, max(seconds)])
     figure.update_yaxes(rangemode="tozero")
-    figure.update_layout(height=480, legend={"orientation": "h", "x": 0, "y": 1.17}, margin={"t": 60})
+    figure.update_layout(
+        height=480, legend={"orientation": "h", "x": 0, "y": 1.17}, margin={"t": 60}
+    )
     return figure
