@@ -21,7 +21,7 @@ from kimik3_lab.performance.published import load_points
 from kimik3_lab.provenance import provenance
 from kimik3_lab.reproduce.pack import Arm, Cell, Pack, PackError, load_pack
 
-__all__ = ["COLUMNS", "Report", "counters", "markdown", "read_report", "save_report"]
+__all__ = ["COLUMNS", "Report", "counters", "markdown", "ratios", "read_report", "save_report"]
 
 #: Columns of lesson 12's table, then what the published one lacks.
 COLUMNS = (
@@ -172,14 +172,47 @@ def _published() -> list[dict[str, Any]]:
     ]
 
 
+def ratios(report: Report) -> list[dict[str, Any]]:
+    """Lay each cell of the first release beside the same cell of the last: lesson 12's other table.
+
+    A ratio above 1 is an improvement. Cells of one release are in no pair.
+    """
+    cells = {(r["version"], r["drafts"], r["cell"]): r for r in report.rows if "cell" in r}
+    versions = list(dict.fromkeys(arm.version for arm in report.pack.arms))
+    paired = report.pack.kind == "b300" and len(versions) > 1
+    found = []
+    for (version, drafts, cell), before in cells.items():
+        after = cells.get((versions[-1], drafts, cell))
+        if not paired or version != versions[0] or after is None:
+            continue
+        found.append(
+            {
+                "cell": cell,
+                "drafts": drafts,
+                "by_throughput": _ratio(after, before, "output_tokens_per_s"),
+                "by_latency": _ratio(before, after, "e2e_s_mean"),
+                "by_ttft_mean": _ratio(before, after, "ttft_ms_mean"),
+                "by_ttft_median": _ratio(before, after, "ttft_ms_median"),
+            }
+        )
+    return found
+
+
+def _ratio(over: dict[str, Any], under: dict[str, Any], name: str) -> float | None:
+    return over[name] / under[name] if over[name] and under[name] else None
+
+
 def markdown(report: Report) -> str:
-    """Return lesson 12's table, and what must be said beside it."""
+    """Return lesson 12's tables, and what must be said beside them."""
     ordered = sorted(
         report.rows,
         key=lambda row: (-round((row["prompt_tokens"] or 0) / 100), row["concurrency"]),
     )
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(_shown(row.get(name)) for name in COLUMNS)} |" for row in ordered]
+    if pairs := ratios(report):
+        lines += ["", f"| {' | '.join(pairs[0])} |", f"|{'---|' * len(pairs[0])}"]
+        lines += [f"| {' | '.join(map(_shown, pair.values()))} |" for pair in pairs]
     if report.problems:
         lines += ["", "Not to be quoted until mended:", ""]
         lines += [f"- {problem}" for problem in report.problems]
@@ -202,6 +235,7 @@ def save_report(report: Report, folder: Path) -> tuple[Path, Path]:
         "what": report.pack.what,
         "provenance": provenance(device=report.pack.device),
         "rows": report.rows,
+        "ratios": ratios(report),
         "problems": report.problems,
     }
     texts = {"report.md": markdown(report), "report.json": json.dumps(body, indent=1) + "\n"}

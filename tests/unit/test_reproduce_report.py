@@ -21,7 +21,14 @@ from kimik3_lab.cli import app
 from kimik3_lab.commands import CommandError
 from kimik3_lab.reproduce.b300 import b300_pack
 from kimik3_lab.reproduce.pack import Arm, Cell, Pack, PackError
-from kimik3_lab.reproduce.report import COLUMNS, counters, markdown, read_report
+from kimik3_lab.reproduce.report import (
+    COLUMNS,
+    Report,
+    counters,
+    markdown,
+    ratios,
+    read_report,
+)
 from kimik3_lab.reproduce.scripts import write_pack
 
 PROM = 'vllm:{name}{{engine="0",model_name="k3"}} {value}\n'
@@ -145,6 +152,21 @@ def test_cells_that_are_missing_are_named_and_published_ones_stand_beside(tmp_pa
     assert sum("no result" in problem for problem in report.problems) == len(pack.cells) - 1
     published = [row for row in report.rows if row["source"].startswith("published")]
     assert [row["completed_in_window"] for row in published] == [10, 20, 31, 22, 50, 87]
+
+
+def test_the_same_cells_of_two_releases_are_laid_side_by_side(tmp_path: Path) -> None:
+    rows = [
+        {"version": version, "drafts": drafts, "cell": "c4", "output_tokens_per_s": tokens,
+         "e2e_s_mean": latency, "ttft_ms_mean": 900.0 * latency, "ttft_ms_median": None}
+        for version, drafts, tokens, latency in (
+            ("0.27.1", 8, 150.0, 24.0), ("0.30.0", 8, 450.0, 8.0), ("0.30.0", 0, 99.0, 40.0),
+        )
+    ]  # fmt: skip
+    (pair,) = ratios(Report(b300_pack(seed=1), rows, []))
+    assert pair == {"cell": "c4", "drafts": 8, "by_throughput": 3.0, "by_latency": 3.0,
+                    "by_ttft_mean": 3.0, "by_ttft_median": None}  # fmt: skip
+    # One release against two engines is no such pair.
+    assert ratios(read_report(measured(tmp_path / "p", pack_of_one()))) == []
 
 
 def test_counters_of_several_engines_add_up() -> None:
