@@ -33,6 +33,13 @@ def _registered() -> type:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     class LabRoutedExperts(RoutedExperts):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            # Here, because vLLM's operators look at its configuration when they are made.
+            self.situ = SituAndMul(
+                self.moe_config.activation_situ_beta, self.moe_config.activation_situ_linear_beta
+            )
+
         def forward_modular(
             self, x: Any, topk_weights: Any, topk_ids: Any,
             shared_experts: Any = None, shared_experts_input: Any = None,
@@ -40,10 +47,8 @@ def _registered() -> type:
             """Sum the chosen experts; the runner adds the shared ones itself."""
             global calls
             calls += 1
-            config = self.moe_config
-            situ = SituAndMul(config.activation_situ_beta, config.activation_situ_linear_beta)
             return kernels.routed_experts(
-                x, self.w13_weight, self.w2_weight, topk_weights, topk_ids, situ
+                x, self.w13_weight, self.w2_weight, topk_weights, topk_ids, self.situ
             )
 
     return PluggableLayer.register_oot(LabRoutedExperts, name="RoutedExperts")
