@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,12 +32,36 @@ NAMES = {
 }  # fmt: skip
 
 
-def scrape(end: Any, *bodies: dict[str, Any]) -> dict[str, float]:
-    """Send requests, then read the metrics."""
+class Turnstile:
+    """In place of an executor's gate: lets a number of steps pass."""
+
+    def __init__(self) -> None:
+        self._steps = threading.Semaphore(0)
+
+    def wait(self, timeout: float) -> bool:
+        return self._steps.acquire(timeout=timeout)
+
+    def let_pass(self, num_steps: int) -> None:
+        self._steps.release(num_steps)
+
+
+async def all_in_flight(end: Any, number: int) -> None:
+    while end.client.num_in_flight < number:
+        await asyncio.sleep(0.01)
+
+
+def scrape(
+    end: Any, *bodies: dict[str, Any], turnstile: Turnstile | None = None
+) -> dict[str, float]:
+    """Send requests, then read the metrics; with a turnstile, nothing runs before all are there."""
 
     async def conversation() -> dict[str, float]:
         async with http(end.app) as client:
-            answers = await asyncio.gather(*(client.post(COMPLETIONS, json=b) for b in bodies))
+            asked = [asyncio.create_task(client.post(COMPLETIONS, json=body)) for body in bodies]
+            if turnstile is not None:
+                await all_in_flight(end, len(bodies))
+                turnstile.let_pass(10_000)
+            answers = await asyncio.gather(*asked)
             assert all(answer.status_code == 200 for answer in answers)
             await asyncio.sleep(0.05)  # the engine's thread tells after the answer is out
             response = await client.get("/metrics")
@@ -101,8 +126,8 @@ def test_times_add_up() -> None:
 
 
 def test_gauges_while_requests_wait() -> None:
-    executor = EchoExecutor()
-    executor.gate.clear()
+    executor, turnstile = EchoExecutor(), Turnstile()
+    executor.gate = turnstile  # type: ignore[assignment]
     end = endpoint(executor, max_num_seqs=2, max_model_len=64)
 
     async def conversation() -> None:
@@ -113,25 +138,29 @@ def test_gauges_while_requests_wait() -> None:
 
             bodies = [{"prompt": "a" * 20, "max_tokens": 40}] * 5
             asked = [asyncio.create_task(client.post(COMPLETIONS, json=body)) for body in bodies]
-            while end.client.num_in_flight < 5:
+            await all_in_flight(end, 5)
+            turnstile.let_pass(10)
+            seen = await values()
+            while seen["vllm:num_requests_running"] < 2 or not seen["vllm:num_requests_waiting"]:
                 await asyncio.sleep(0.01)
-            executor.gate.set()
-            seen = []
-            while not all(task.done() for task in asked):
-                seen.append(await values())
-                await asyncio.sleep(0)
+                seen = await values()
+            assert seen["vllm:num_requests_running"] == 2
+            assert seen["vllm:num_requests_waiting"] == 3
+            assert seen["vllm:kv_cache_usage_perc"] > 0.2
+            turnstile.let_pass(10_000)
+            await asyncio.gather(*asked)
             assert all(task.result().status_code == 200 for task in asked)
-            assert max(v["vllm:num_requests_running"] for v in seen) == 2
-            assert max(v["vllm:num_requests_waiting"] for v in seen) >= 1
-            assert max(v["vllm:kv_cache_usage_perc"] for v in seen) > 0.2
 
     talk(conversation())
 
 
 def test_preemptions() -> None:
     # Room for one request of 64 tokens and a half: both start, and one has to give way.
-    end = endpoint(max_model_len=64, num_blocks=7)
-    values = scrape(end, *({"prompt": "ab" * 10, "max_tokens": 44} for _ in range(2)))
+    executor, turnstile = EchoExecutor(), Turnstile()
+    executor.gate = turnstile  # type: ignore[assignment]
+    end = endpoint(executor, max_model_len=64, num_blocks=7)
+    bodies = [{"prompt": "ab" * 10, "max_tokens": 44}] * 2
+    values = scrape(end, *bodies, turnstile=turnstile)
     assert values["vllm:num_preemptions_total"] >= 1
     # A request that starts again is not counted again, and has no second first token.
     assert values["vllm:prompt_tokens_total"] == 40
