@@ -156,6 +156,7 @@ class EngineCoreOutput:
     ``finish_reason`` is None while the request goes on, else ``stop``, ``length``, ``abort`` or
     ``error``. ``stop_reason`` is the stop token that ended it, None for end-of-sequence.
     ``new_logprobs`` has an entry for each new token, None if the request did not ask for them.
+    ``num_cached_tokens`` were found in the prefix cache when the request began; None without one.
     """
 
     request_id: str
@@ -164,18 +165,23 @@ class EngineCoreOutput:
     stop_reason: int | None = None
     num_computed_tokens: int = 0
     new_logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int | None = None
 
     @classmethod
     def from_request(cls, request: Request, new_token_ids: list[int]) -> EngineCoreOutput:
         """News of ``request`` as it stands after the step."""
         if request.status is RequestStatus.RUNNING:  # all requests of most steps
-            return cls(request.request_id, new_token_ids, None, None, request.num_computed_tokens)
+            return cls(
+                request.request_id, new_token_ids, None, None,
+                request.num_computed_tokens, None, request.num_cached_tokens,
+            )  # fmt: skip
         return cls(
             request_id=request.request_id,
             new_token_ids=new_token_ids,
             finish_reason=request.status.finish_reason,
             stop_reason=request.stop_reason,
             num_computed_tokens=request.num_computed_tokens,
+            num_cached_tokens=request.num_cached_tokens,
         )
 
     @property

@@ -80,6 +80,8 @@ class Request:
     ----------
     num_tokens : int
         Tokens known so far, prompt and output.
+    num_cached_tokens : int or None
+        Tokens of the prefix cache that it began with; None before, and without such a cache.
     num_computed_tokens : int
         Tokens whose cache entries exist, counting those that the current step computes. Drafts
         count as soon as they are scheduled; the rejected ones are taken off again.
@@ -124,6 +126,7 @@ class Request:
         "eos_token_id",
         "is_prefill_chunk",
         "max_tokens",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_in_flight_tokens",
         "num_output_placeholders",
@@ -173,6 +176,7 @@ class Request:
         if not self._all_token_ids:
             raise ValueError(f"request {request_id}: the prompt is empty, it needs one token")
         self.num_tokens = self.num_prompt_tokens
+        self.num_cached_tokens: int | None = None
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING

@@ -158,6 +158,8 @@ class Scheduler(RequestBook):
             if members is not None:
                 members.remove(request.request_id)
             request.num_computed_tokens = num_hit_tokens
+            if hit is not None and request.num_cached_tokens is None:  # not after a preemption
+                request.num_cached_tokens = num_hit_tokens
             manager.record_admission(request)
             plan.begin(request, chunk, manager.get_block_ids(request.request_id))
             request.status = RequestStatus.RUNNING

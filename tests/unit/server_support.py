@@ -74,6 +74,7 @@ class EchoExecutor:
         for new in output.scheduled_new_reqs:
             self._tokens[new.req_id] = list(new.prompt_token_ids)
             self._prompt_len[new.req_id] = len(new.prompt_token_ids)
+            self._computed[new.req_id] = new.num_computed_tokens  # found in the prefix cache
         for known in output.scheduled_cached_reqs:
             if known.resumed_from_preemption:
                 self._computed[known.req_id] = 0
@@ -82,7 +83,7 @@ class EchoExecutor:
             tokens, prompt_len = self._tokens[request_id], self._prompt_len[request_id]
             if self.poison in tokens:
                 raise RuntimeError("poisoned")
-            self._computed[request_id] = self._computed.get(request_id, 0) + count
+            self._computed[request_id] += count
             if self._computed[request_id] < len(tokens):
                 sampled.append([])
                 continue

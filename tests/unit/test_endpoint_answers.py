@@ -6,7 +6,7 @@ from typing import Any
 
 import endpoint_checks as checks
 import pytest
-from endpoint_support import CHAT, LogprobsExecutor, echoed, endpoint
+from endpoint_support import CHAT, Endpoint, LogprobsExecutor, echoed, endpoint
 from server_support import EchoExecutor
 
 
@@ -125,3 +125,25 @@ def test_a_priority_decides_who_is_next() -> None:
         byte_tokenizer().decode(executor._tokens[i][:3]) for step in executor.steps for i in step
     ]
     assert names == ["fir"] * 3 + ["hig"] * 3 + ["low"] * 3
+
+
+def test_usage_tells_what_the_prefix_cache_had() -> None:
+    """Nothing of a new prompt, whole blocks of one seen before, and not twice for two answers."""
+    from server_support import byte_tokenizer
+
+    from kimik3_lab.serving import CacheConfig, Engine, Scheduler, SchedulerConfig
+    from kimik3_lab.serving.server import AsyncEngine, build_app
+
+    cache = CacheConfig(99, block_size=16, enable_prefix_caching=True)
+    client = AsyncEngine(Engine(Scheduler(SchedulerConfig(4, 256, 256), cache), EchoExecutor()))
+    end = Endpoint(build_app(client, byte_tokenizer(), "echo", 256), None, client, None)
+    long, short = "x" * 40, "y" * 20
+    bodies = [
+        {"prompt": prompt, "max_tokens": 4, "n": n}
+        for prompt, n in ((long, 1), (long, 1), ([long, short], 2), (short, 2))
+    ]
+    answers = checks.ask(end, *bodies)
+    cached = [a.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
+    assert cached == [0, 32, 32, 16]
+    (plain,) = checks.ask(endpoint(), bodies[0])
+    assert "prompt_tokens_details" not in plain.json()["usage"]

@@ -27,6 +27,7 @@ from kimik3_lab.serving.server import (
     run,
     start_in_background,
 )
+from kimik3_lab.serving.server.launch import ServedModel, build_engine
 
 MODEL = default_model_dir()
 SERVE = [sys.executable, "-c", "from kimik3_lab.cli import main; main()", "serve"]
@@ -257,6 +258,24 @@ def test_a_port_in_use_is_one_line_and_status_1() -> None:
         assert ended.returncode == 1
         assert ended.stderr.count("\n") == 1, ended.stderr
         assert f"port {port}" in ended.stderr and "--port" in ended.stderr
+
+
+def test_a_port_that_is_taken_while_the_model_loads() -> None:
+    """Two servers may have reserved it: whoever is ready first gets it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+
+        def build(options: ServeOptions) -> ServedModel:
+            served = build_engine(options)
+            other.listen()
+            return served
+
+        with pytest.raises(ServerStartError, match=f"port {port}: .*with --port"):
+            run(ServeOptions(model=MODEL, port=port), build=build)
 
 
 def test_the_background_start_tells_why_the_server_died(tmp_path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kimik3_lab.serving.request import Request, SamplingParams
 from kimik3_lab.serving.server.async_engine import AsyncEngine
@@ -49,11 +49,26 @@ class Generation:
     texts: dict[str, OutputText]
     num_prompt_tokens: int
     wants_logprobs: bool = False
+    #: Of each request that began: tokens of its prompt that the prefix cache had.
+    cached: dict[str, int] = field(default_factory=dict)
+    #: Answers to each prompt, whose requests follow one another.
+    num_answers: int = 1
 
     @property
     def num_generated_tokens(self) -> int:
         """Tokens generated so far, all answers together."""
         return sum(text.num_tokens for text in self.texts.values())
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens that the prefix cache had, None without one.
+
+        A prompt counts once, by its first answer: those after it may find what that one left.
+        """
+        if not self.cached:
+            return None
+        first = list(self.texts)[:: self.num_answers]
+        return sum(self.cached.get(request_id, 0) for request_id in first)
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield what each token adds, in the order in which the engine makes them.
@@ -67,6 +82,8 @@ class Generation:
             async for output in self.stream:
                 if self.wants_logprobs and len(output.logprobs) != len(output.token_ids):
                     raise APIError(500, "this server's executor computes no logprobs")
+                if output.num_cached_tokens is not None:
+                    self.cached[output.request_id] = output.num_cached_tokens
                 text = self.texts[output.request_id]
                 for count, delta in enumerate(text.add(output), start=1):
                     _check_end(delta)
@@ -199,7 +216,9 @@ class Generator:
             for index, request in enumerate(requests)
         }
         num_prompt_tokens = sum(map(len, prompts))
-        return Generation(stream, texts, num_prompt_tokens, body.wants_logprobs)
+        return Generation(
+            stream, texts, num_prompt_tokens, body.wants_logprobs, num_answers=body.num_answers
+        )
 
 
 def _seed(seed: int | None, number: int) -> int | None:

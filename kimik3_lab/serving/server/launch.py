@@ -117,6 +117,7 @@ def run(
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s: %(message)s")
     listener = _bind(options.host, options.port)
     with contextlib.closing(listener):
+        print(f"Loading {options.model_name} from {options.model} ...", flush=True)
         served = build(options)
         client = AsyncEngine(served.engine, max_num_queued_reqs=options.max_num_queued_reqs)
         app = build_app(
@@ -150,6 +151,9 @@ def run(
             log_level=options.log_level,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT,
         )
+        # Two servers can reserve an address, and the second to be ready finds it in use.
+        with _address_errors(options.host, options.port):
+            listener.listen()
         server = _Server(config, client, options.shutdown_timeout, announce)
         if stop_when_stdin_closes:
             threading.Thread(target=server.stop_when_stdin_closes, daemon=True).start()
@@ -219,17 +223,25 @@ def _bind(host: str, port: int) -> socket.socket:
     except socket.gaierror as error:
         raise ServerStartError(f"cannot listen on host {host!r}: {error.strerror}") from error
     listener = socket.socket(family, kind, protocol)
-    try:
+    with contextlib.ExitStack() as on_error, _address_errors(host, port):
+        on_error.callback(listener.close)
         if os.name == "posix":  # take over an address that a server has just left
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        on_error.pop_all()
+    return listener
+
+
+@contextlib.contextmanager
+def _address_errors(host: str, port: int) -> Iterator[None]:
+    """Say what an address that cannot be had means for whoever starts a server."""
+    try:
+        yield
     except OSError as error:
-        listener.close()
         raise ServerStartError(
             f"cannot listen on {host} port {port}: {error.strerror}. Stop what uses it, or choose "
             "another with --port (0 takes any free one)"
         ) from error
-    return listener
 
 
 def _is_loopback(listener: socket.socket) -> bool:

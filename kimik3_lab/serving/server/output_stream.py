@@ -27,6 +27,7 @@ class RequestOutput:
     """What one step, or several that nobody has fetched yet, made of one request.
 
     ``logprobs`` has an entry for each token if the request asked for them, otherwise none.
+    ``num_cached_tokens`` of the prompt were found in the prefix cache; None without one.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class RequestOutput:
     finish_reason: str | None = None
     stop_reason: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached_tokens: int | None = None
 
     @classmethod
     def from_engine(cls, output: EngineCoreOutput) -> RequestOutput:
@@ -44,6 +46,7 @@ class RequestOutput:
             output.finish_reason,
             output.stop_reason,
             list(output.new_logprobs or ()),
+            output.num_cached_tokens,
         )
 
     def extend(self, later: RequestOutput) -> None:

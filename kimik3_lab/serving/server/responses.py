@@ -29,13 +29,21 @@ def to_json(body: dict[str, Any]) -> str:
     return json.dumps(body, separators=(",", ":"))
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Token counts of a request."""
-    return {
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None
+) -> dict[str, Any]:
+    """Token counts of a request.
+
+    ``cached_tokens`` of the prompt came from the prefix cache; without one nothing is said of it.
+    """
+    counts: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+    if cached_tokens is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return counts
 
 
 @dataclass
@@ -64,12 +72,12 @@ class Answer(ABC):
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
-    def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         """Write the answer to a request that does not stream."""
         return {**self._envelope(self.whole_object), "choices": list(choices), "usage": usage}
 
     def chunk(
-        self, choices: Sequence[dict[str, Any]], usage: dict[str, int] | None = None
+        self, choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Write one chunk of a stream."""
         body = {**self._envelope(self.chunk_object), "choices": list(choices)}

@@ -53,8 +53,8 @@ async def respond(
         generation.stream.close()
     if texts is None:
         return Response(status_code=CLIENT_LEFT)
-    counts = usage(generation.num_prompt_tokens, generation.num_generated_tokens)
-    return JSONResponse(answer.whole([answer.choice(text) for text in texts], counts))
+    choices = [answer.choice(text) for text in texts]
+    return JSONResponse(answer.whole(choices, _counts(generation)))
 
 
 class _StreamResponse(EventSourceResponse):
@@ -78,22 +78,29 @@ async def _events(
 ) -> AsyncIterator[str]:
     begun: set[int] = set()
 
-    def counts() -> dict[str, int]:
-        return usage(generation.num_prompt_tokens, generation.num_generated_tokens)
-
     try:
         async for delta in generation.deltas():
             choice = answer.choice_chunk(delta, first=delta.index not in begun)
             begun.add(delta.index)
-            yield to_json(answer.chunk([choice], counts() if body.continuous_usage else None))
+            yield to_json(
+                answer.chunk([choice], _counts(generation) if body.continuous_usage else None)
+            )
         if body.include_usage:
-            yield to_json(answer.chunk([], counts()))
+            yield to_json(answer.chunk([], _counts(generation)))
     except APIError as error:
         yield to_json(error.body())
     except Exception as error:
         logger.exception("a stream failed")
         yield to_json(APIError(500, f"the server failed: {error!r}").body())
     yield "[DONE]"
+
+
+def _counts(generation: Generation) -> dict[str, Any]:
+    return usage(
+        generation.num_prompt_tokens,
+        generation.num_generated_tokens,
+        generation.num_cached_tokens,
+    )
 
 
 async def _unless_disconnected(
