@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -27,122 +27,12 @@ from k3_kernels.moe_config import MoEConfig, shape_key
 from k3_kernels.moe_gemm import down, gate_up
 from k3_kernels.moe_weights import BF16Experts, ExpertWeights, MXFP4Experts, PackedMatrices
 
+from benchmarks.inputs.routings import draw_experts, popularity
+from benchmarks.moe_candidates import CASES, HIDDEN, SHAPES, Case, families
 from benchmarks.timing import time_side_by_side
 
-HIDDEN = 3584
-#: Experts of a rank, width, choices of a token that fall on them: tensor and expert parallel by 8.
-SHAPES = {"tp8": (896, 384, 16), "ep8": (112, 3072, 2)}
-CASES = tuple(
-    (kind, shape, tokens)
-    for kind, counts in (
-        ("mxfp4", (1, 4, 16, 64, 256, 1024, 2048, 8192)),
-        ("bf16", (1, 4, 16, 64, 256, 1024, 2048, 8192)),
-    )
-    for shape in SHAPES
-    for tokens in counts
-)
-Case = tuple[str, str, int]
-
-
-def families(kind: str, shape: str, tokens: int) -> list[list[MoEConfig]]:
-    """List what is worth trying; within a family only the fields of one GEMM differ at a time.
-
-    A family's first entry is its base. Entries that change ``gate_`` fields are compared by the
-    time of gate-up alone, those that change ``down_`` fields by the time of down alone.
-    """
-    _, inner, top_k = SHAPES[shape]
-    load = tokens * top_k / SHAPES[shape][0]
-    short = inner <= 512
-    if kind == "bf16":
-        return list(_plain(load, short))
-    if load > 12:
-        return list(_many(load, short))
-    return list(_few(tokens * top_k, short))
-
-
-def _few(pairs: int, short: bool) -> Iterator[list[MoEConfig]]:
-    if pairs <= 16:
-        gates = [(2, 2, 3), (4, 1, 3), (4, 1, 2), (3, 2, 3), (7, 1, 3), (5, 1, 3)]
-    elif pairs <= 64:
-        gates = [(1, 2, 3), (2, 2, 3), (1, 1, 3), (2, 1, 3), (4, 1, 3)]
-    else:
-        gates = [(1, 2, 3), (1, 2, 2), (1, 1, 3), (1, 1, 4), (1, 1, 5)]
-    if short:
-        rows = (1, 2) if pairs <= 16 else (2, 4, 7) if pairs <= 64 else (4, 7, 14)
-        downs = [(1, True, r, s) for r in rows for s in (2, 3)]
-    elif pairs <= 64:
-        downs = [(split, False, u, s) for split in (1, 2, 4) for u, s in ((2, 3), (1, 4), (1, 3))]
-    else:
-        downs = [(1, False, u, s) for u, s in ((2, 3), (2, 2), (1, 4), (1, 3))]
-    for direct in (True, False) if 64 < pairs <= 256 else (pairs <= 64,):
-        base = MoEConfig(direct=direct, down_resident=short)
-        family = [
-            replace(base, gate_split=split, gate_unroll=unroll, gate_stages=stages)
-            for split, unroll, stages in gates
-        ]
-        for split, resident, third, stages in downs:
-            changed = {"down_row_blocks": third} if resident else {"down_unroll": third}
-            family.append(replace(family[0], down_split=split, down_stages=stages, **changed))
-        yield family
-
-
-def _many(load: float, short: bool) -> Iterator[list[MoEConfig]]:
-    if load <= 24:
-        block, extra = 32, 0
-        gates = [(64, 4, 3, 0), (64, 4, 3, 128), (64, 4, 3, 104), (64, 4, 2, 104)]
-    elif load <= 48:
-        block, extra = 64, 0
-        gates = [(64, 4, 3, 0), (64, 4, 3, 168), (64, 4, 2, 168), (64, 4, 2, 128)]
-    else:
-        block, extra = 128, 32
-        gates = [(64, 4, 2, 0), (128, 8, 3, 0)]
-    base = MoEConfig(prefill=True, block_m=block, extra_m=extra, down_resident=short)
-    if short and block == 128:
-        downs = [(128, 8, 14, 3, 0), (128, 8, 28, 3, 0), (128, 8, 14, 2, 0)]
-    elif short:
-        downs = [(64, 4, 14, 3, 0), (64, 4, 14, 3, 128), (64, 4, 28, 3, 0), (64, 4, 14, 2, 128)]
-    elif block == 128:
-        downs = [(128, 8, 1, 3, 0), (128, 8, 2, 3, 0), (128, 8, 4, 3, 0)]
-    else:
-        downs = [
-            (64, 4, 1, 3, 0), (64, 4, 1, 3, 128), (64, 4, 1, 3, 96), (128, 8, 1, 3, 0),
-            (128, 8, 1, 3, 96), (128, 8, 1, 4, 128), (128, 8, 2, 3, 0),
-        ]  # fmt: skip
-    yield from _family(base, gates, downs)
-    yield from _family(replace(base, fit=True), gates, downs)
-
-
-def _plain(load: float, short: bool) -> Iterator[list[MoEConfig]]:
-    block, extra = (
-        (16, 0) if load <= 12 else (32, 0) if load <= 24 else (64, 0) if load <= 48 else (128, 32)
-    )
-    for block_k in (128,) if block == 16 else (64,):
-        base = MoEConfig(prefill=True, block_m=block, extra_m=extra, block_k=block_k)
-        gates = [(64, 4, 3, 0), (64, 4, 4, 0)] if block < 128 else [(64, 4, 3, 0)]
-        rows = (1, 4) if short else (1,)
-        downs = [(128, 8, r, 3, 0) for r in rows] + [(64, 4, r, 3, 0) for r in rows]
-        yield from _family(base, gates, downs)
-        if load > 12:
-            yield from _family(replace(base, fit=True), gates, downs)
-
-
-def _family(
-    base: MoEConfig,
-    gates: list[tuple[int, int, int, int]],
-    downs: list[tuple[int, int, int, int, int]],
-) -> Iterator[list[MoEConfig]]:
-    family = [
-        replace(base, gate_block_n=n, gate_warps=warps, gate_stages=stages, gate_registers=most)
-        for n, warps, stages, most in gates
-    ]
-    for n, warps, rows, stages, most in downs:
-        family.append(
-            replace(
-                family[0], down_block_n=n, down_warps=warps, down_row_blocks=rows,
-                down_stages=stages, down_registers=most,
-            )
-        )  # fmt: skip
-    yield family
+#: From so many tokens on, one input set has even load and the next a skewed one.
+MIXED_FROM = 1024
 
 
 def make_experts(kind: str, shape: str, *, copies: bool = True) -> ExpertWeights:
@@ -177,13 +67,14 @@ def make_experts(kind: str, shape: str, *, copies: bool = True) -> ExpertWeights
     return BF16Experts(gate_up.normal_(0, 0.02), below.normal_(0, 0.02))
 
 
-def draw(shape: str, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw tokens, uniform routing and weights."""
+def draw(
+    shape: str, tokens: int, seed: int, load: str = "uniform"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw tokens, routing of a load, and weights."""
     experts, _, top_k = SHAPES[shape]
     generator = torch.Generator(device="cuda").manual_seed(seed)
     x = torch.randn(tokens, HIDDEN, device="cuda", generator=generator).bfloat16()
-    scores = torch.rand(tokens, experts, device="cuda", generator=generator)
-    ids = scores.topk(top_k, -1).indices.to(torch.int32).contiguous()
+    ids = draw_experts(tokens, top_k, popularity(experts, load, generator), generator)
     weights = torch.rand(tokens, top_k, device="cuda", generator=generator) + 0.1
     return x, ids, weights / weights.sum(-1, keepdim=True)
 
@@ -290,7 +181,9 @@ def tune(case: Case, experts: ExpertWeights, seconds: float) -> dict[str, Any]:
     """Time all variants of one case; return the best and the table of what was seen."""
     kind, shape, tokens = case
     sets = {1: 8, 4: 8, 16: 6, 64: 4, 256: 3}.get(tokens, 2)
-    bench = _Bench(experts, [draw(shape, tokens, seed) for seed in range(sets)], seconds)
+    mixed = ("uniform", "skewed" if tokens >= MIXED_FROM else "uniform")
+    data = [draw(shape, tokens, seed, mixed[seed % 2]) for seed in range(sets)]
+    bench = _Bench(experts, data, seconds)
     seen: list[dict[str, Any]] = []
     finals: list[tuple[float, MoEConfig]] = []
     for family in families(*case):
@@ -326,6 +219,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.03, help="replaying time of a variant")
     parser.add_argument("--report", type=Path, help="write everything that was seen as JSON")
     parser.add_argument("--store", action="store_true", help="write k3_kernels/tuned")
+    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache, stop")
     arguments = parser.parse_args()
     cases: list[Case] = list(CASES)
     if arguments.cases:
@@ -338,6 +232,8 @@ def main() -> None:
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         errors = [error for error in pool.map(compile_one, jobs) if error]
     print(f"compiled {len(jobs)} variants in {time.time() - start:.0f} s", *errors, sep="\n")
+    if arguments.compile_only:
+        return
     results = []
     weights: tuple[tuple[str, str], ExpertWeights] | None = None
     for case in cases:

@@ -39,6 +39,10 @@ CASES = [
          config={**TILES, "block_k": 32}),
     Case(tokens=100, top_k=1, experts=2, routing="skewed", hidden=32, inner=32, config=FIT),
     Case(tokens=3, hidden=128, inner=32, config={**MANY, "fit": True}),
+    Case(tokens=40, top_k=1, experts=2, hidden=32, inner=32,
+         config={"prefill": True, "block_m": 16, "extra_m": 8}),
+    Case(tokens=40, top_k=1, experts=2, hidden=32, inner=32,
+         config={"prefill": True, "block_m": 16, "extra_m": 8, "fit": True}),
     Case(kind="bf16", dtype=F16),
     Case(hidden=40, dtype=F16),
 ]  # fmt: skip
