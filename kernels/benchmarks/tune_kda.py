@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -38,33 +38,37 @@ DECODE = [
     KDADecodeConfig(*values, True)
     for values in (
         (128, 32, 8, 1, True), (128, 64, 8, 1, True), (64, 64, 8, 2, True), (64, 64, 4, 2, True),
-        (32, 64, 4, 3, True), (32, 64, 4, 4, True), (32, 64, 4, 4, False), (32, 64, 4, 3, False),
-        (16, 64, 4, 4, True), (16, 64, 4, 5, True), (16, 64, 4, 6, True), (16, 64, 4, 8, True),
-        (16, 64, 2, 4, True), (16, 64, 2, 6, True),
-        (8, 32, 2, 4, True), (8, 32, 2, 6, True), (8, 32, 2, 8, True), (8, 64, 2, 6, True),
-        (8, 64, 2, 8, True), (8, 64, 1, 4, False), (8, 64, 1, 6, False), (8, 64, 1, 8, False),
+        (32, 64, 4, 3, True), (32, 64, 4, 4, True), (16, 64, 4, 4, True), (16, 64, 4, 5, True),
+        (8, 32, 2, 6, True), (8, 32, 2, 8, True), (8, 64, 2, 6, True), (8, 64, 2, 8, True),
+        (8, 64, 1, 6, False),
     )
 ]  # fmt: skip
+DECODE += [
+    replace(config, evict_first=policy)
+    for config in DECODE
+    if config.block_v <= 32 and config.early
+    for policy in ("stores", "both")
+]
 VERIFY = [
     KDADecodeConfig(128, chunk, warps, 1, True, pdl)
     for chunk, warps, pdl in ((32, 8, False), (32, 8, True), (16, 8, True), (32, 4, True))
 ]
-#: block_v, slice_v, num_warps
+#: block_v, slice_v, num_warps; ahead
 RECOVER = [
-    KDARecoverConfig(*values, True)
-    for values in (
-        (16, 8, 1), (32, 8, 1), (64, 8, 1), (128, 8, 1), (16, 16, 2), (32, 16, 2), (64, 16, 2),
-        (32, 8, 2), (64, 8, 2), (8, 8, 1), (32, 32, 4), (64, 32, 4),
+    KDARecoverConfig(*values, True, ahead)
+    for *values, ahead in (
+        (16, 8, 2, 1), (16, 8, 2, 2), (16, 4, 2, 4), (8, 8, 1, 1), (32, 8, 2, 1), (32, 8, 2, 2),
+        (32, 8, 2, 4), (32, 4, 2, 4), (32, 4, 2, 8), (64, 8, 2, 1), (64, 8, 2, 3), (64, 4, 2, 8),
+        (64, 16, 4, 1), (64, 16, 4, 2), (64, 8, 4, 4), (128, 8, 2, 1), (128, 8, 2, 3),
     )
 ]  # fmt: skip
-#: block_k, chunk_warps, chunk_registers; block_v, scan_warps, scan_stages, segments
+#: block_k, chunk_warps, chunk_registers; block_v, scan_warps, scan_stages, segments; chunk_stages
 PREFILL = [
     KDAPrefillConfig(*values)
     for values in (
-        (16, 8, 128, 64, 4, 2, 4), (16, 8, 0, 64, 4, 2, 4), (16, 4, 0, 64, 4, 2, 4),
-        (16, 4, 168, 64, 4, 2, 4), (64, 8, 0, 64, 4, 2, 4), (128, 8, 0, 64, 4, 2, 4),
-        (32, 8, 0, 64, 4, 2, 4), (32, 8, 128, 64, 4, 2, 4), (16, 8, 128, 64, 4, 2, 3),
-        (16, 8, 128, 64, 4, 2, 5), (16, 8, 128, 128, 8, 2, 6), (16, 8, 128, 128, 8, 2, 1),
+        (32, 4, 0, 64, 4, 2, 5, 2), (32, 4, 0, 64, 4, 3, 5, 1), (64, 4, 0, 64, 4, 3, 5, 1),
+        (32, 4, 0, 64, 4, 3, 5, 2), (32, 4, 168, 64, 4, 3, 4, 1), (32, 4, 0, 64, 4, 3, 3, 2),
+        (32, 4, 0, 128, 8, 2, 1, 2), (32, 4, 0, 64, 4, 3, 1, 2), (32, 4, 0, 128, 8, 2, 8, 2),
     )
 ]  # fmt: skip
 PREFILL_CASES = ("H=12,1x8192", "H=12,1x2048", "H=12,8x1024", "H=96,1x8192", "H=96,8x1024")
@@ -233,6 +237,8 @@ def run(kinds: Iterable[str], seconds: float, report: Path | None) -> list[dict[
             problem = KdaPrefillProblem(case, generator)
             size = case.sizes["heads"] * len(case.lengths)
             add(measure("prefill", name, problem, PREFILL, seconds), size)
+            if name != PREFILL_CASES[0]:
+                continue
             for part, least in (("prepare", 1), ("survey", 2), ("starts", 3), ("walk", 1)):
                 configs = [c for c in PREFILL if c.segments >= least]
                 measure(f"prefill:{part}", name, problem, configs, seconds)

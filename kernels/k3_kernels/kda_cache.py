@@ -9,7 +9,14 @@ import torch
 
 from k3_kernels._compat import FLOATS
 
-__all__ = ["HEAD_DIMS", "check_conv_state", "check_conv_weight", "check_slots", "check_state"]
+__all__ = [
+    "HEAD_DIMS",
+    "check_conv_state",
+    "check_conv_weight",
+    "check_sequences",
+    "check_slots",
+    "check_state",
+]
 
 #: Head dimensions that the kernels take; K3 has 128, the smallest are for models to learn on.
 HEAD_DIMS = (16, 32, 64, 128)
@@ -139,3 +146,49 @@ def check_slots(
                 f"{where} names slot {twice} more than once: requests cannot share a state"
             )
     return numbers
+
+
+def check_sequences(
+    operator: str,
+    state_slots: torch.Tensor,
+    num_slots: int,
+    null_slot: int,
+    *,
+    cu_seqlens: torch.Tensor | None,
+    has_initial_state: torch.Tensor | None,
+    checkpoint_at: torch.Tensor | None,
+    checkpoint_slots: torch.Tensor | None,
+    like: torch.Tensor,
+) -> tuple[int, torch.Tensor | None]:
+    """Check what says where sequences are, start and leave states.
+
+    Returns their number and ``has_initial_state`` as a kernel can read it.
+    """
+    where = f"k3_kernels.{operator}:"
+
+    def numbers(name: str, given: torch.Tensor, rows: int, slots: int | None = None) -> None:
+        check_slots(operator, name, given, None, null_slot, like=like, rows=rows)
+        if slots is not None:
+            check_slots(operator, name, given, slots, null_slot, like=like)
+
+    slots = check_slots(operator, "state_slots", state_slots, num_slots, null_slot, like=like)
+    batch = slots.shape[0]
+    numbers("state_slots", state_slots, batch)
+    if (checkpoint_at is None) != (checkpoint_slots is None):
+        raise ValueError(f"{where} checkpoint_at and checkpoint_slots go together")
+    if checkpoint_at is not None and checkpoint_slots is not None:
+        numbers("checkpoint_at", checkpoint_at, batch)
+        numbers("checkpoint_slots", checkpoint_slots, batch, num_slots)
+    if cu_seqlens is not None:
+        numbers("cu_seqlens", cu_seqlens, batch + 1)
+    elif batch != 1:
+        raise ValueError(f"{where} {batch} sequences need cu_seqlens to tell them apart")
+    if has_initial_state is not None:
+        if has_initial_state.dtype == torch.bool:
+            has_initial_state = has_initial_state.view(torch.int8)
+        if tuple(has_initial_state.shape) != (batch,) or has_initial_state.device != like.device:
+            raise ValueError(
+                f"{where} has_initial_state has shape {list(has_initial_state.shape)} on "
+                f"{has_initial_state.device}, expected [{batch}] on {like.device}"
+            )
+    return batch, has_initial_state

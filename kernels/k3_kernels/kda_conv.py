@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
-from k3_kernels.kda_cache import check_conv_state, check_conv_weight, check_slots
+from k3_kernels.kda_cache import check_conv_state, check_conv_weight, check_sequences
 
 __all__ = ["kda_conv"]
 
@@ -82,33 +82,11 @@ def kda_conv(
     taps = check_conv_weight("kda_conv", conv_weight, channels, like=qkv)
     num_slots = conv_state.shape[0] if isinstance(conv_state, torch.Tensor) else 0
     check_conv_state("kda_conv", conv_state, (num_slots, channels), taps.shape[1], like=qkv)
-    batch = check_slots(
-        "kda_conv", "state_slots", state_slots, num_slots, null_slot, like=qkv
-    ).shape[0]
-    lists = {"state_slots": state_slots, "checkpoint_at": checkpoint_at}
-    for name, numbers in (*lists.items(), ("checkpoint_slots", checkpoint_slots)):
-        if numbers is not None:
-            check_slots("kda_conv", name, numbers, None, null_slot, like=qkv, rows=batch)
-    if (checkpoint_at is None) != (checkpoint_slots is None):
-        raise ValueError("k3_kernels.kda_conv: checkpoint_at and checkpoint_slots go together")
-    if checkpoint_slots is not None:
-        check_slots("kda_conv", "checkpoint_slots", checkpoint_slots, num_slots, null_slot,
-                    like=qkv)  # fmt: skip
-    if cu_seqlens is None and batch != 1:
-        raise ValueError(
-            f"k3_kernels.kda_conv: {batch} sequences need cu_seqlens to tell them apart"
-        )
-    if cu_seqlens is not None:
-        check_slots("kda_conv", "cu_seqlens", cu_seqlens, None, null_slot, like=qkv,
-                    rows=batch + 1)  # fmt: skip
-    if has_initial_state is not None:
-        if has_initial_state.dtype == torch.bool:
-            has_initial_state = has_initial_state.view(torch.int8)
-        if tuple(has_initial_state.shape) != (batch,) or has_initial_state.device != qkv.device:
-            raise ValueError(
-                f"k3_kernels.kda_conv: has_initial_state has shape {list(has_initial_state.shape)} "
-                f"on {has_initial_state.device}, expected [{batch}] on {qkv.device}"
-            )
+    batch, has_initial_state = check_sequences(
+        "kda_conv", state_slots, num_slots, null_slot, cu_seqlens=cu_seqlens,
+        has_initial_state=has_initial_state, checkpoint_at=checkpoint_at,
+        checkpoint_slots=checkpoint_slots, like=qkv,
+    )  # fmt: skip
     if out is None:
         out = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     check_tensor("kda_conv", "out", out, (num_tokens, channels), like=qkv, output=True)

@@ -80,6 +80,9 @@ class KDADecodeConfig:
     pdl
         Start while the launch before is still ending (programmatic dependent launch, sm_90 and
         later): weights are read, everything else waits.
+    evict_first
+        Whether the second-level cache gives up lines of the state before others: ``"loads"``,
+        ``"stores"``, ``"both"`` or nothing.
     """
 
     block_v: int
@@ -88,6 +91,7 @@ class KDADecodeConfig:
     stages: int
     early: bool = False
     pdl: bool = False
+    evict_first: str = ""
 
 
 def choose_config(programs: int, head_dim: int, device: torch.device) -> KDADecodeConfig:
@@ -104,8 +108,9 @@ def choose_config(programs: int, head_dim: int, device: torch.device) -> KDADeco
 
     Examples
     --------
-    >>> choose_config(12, 128, torch.device("cpu"))
-    KDADecodeConfig(block_v=128, chunk=32, num_warps=16, stages=1, early=True, pdl=False)
+    >>> config = choose_config(12, 128, torch.device("cpu"))
+    >>> config.block_v, config.num_warps, config.early
+    (128, 16, True)
     """
     found = tuned.lookup("kda_decode", f"D={head_dim}", programs, device)
     if found is not None:
@@ -331,6 +336,8 @@ def kda_decode(
                 *tensors, accepted, *strides, num_slots, draft_slots, columns, *numbers,
                 **constants, BLOCK_V=chosen.block_v, CHUNK=chosen.chunk, STAGES=chosen.stages,
                 EARLY=chosen.early or chosen.block_v == head_dim, PDL=chosen.pdl,
+                LOAD_POLICY="evict_first" if chosen.evict_first in ("loads", "both") else "",
+                STORE_POLICY="evict_first" if chosen.evict_first in ("stores", "both") else "",
                 num_warps=chosen.num_warps, **_options(chosen),
             )  # fmt: skip
             return out

@@ -20,13 +20,19 @@ import triton.language as tl
 __all__ = ["kda_decode_kernel", "kda_verify_kernel"]
 
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 # -- pieces of a step ------------------------------------------------------------------------------
 
 
 @triton.jit
 def sigmoid(x):
-    """Return 1 / (1 + e^-x) without an overflow."""
-    return 1.0 / (1.0 + tl.exp(tl.minimum(-x, 80.0)))
+    """Return 1 / (1 + e^-x) without an overflow.
+
+    A root, squared, and powers of two are an instruction each; a division and e^x are five.
+    """
+    root = tl.rsqrt(1.0 + tl.exp2(tl.minimum(x * -LOG2_E, 115.0)))
+    return root * root
 
 
 @triton.jit
@@ -34,7 +40,7 @@ def decay_factor(raw, bias, rate, lower_bound, BOUNDED: tl.constexpr):
     """Return e^g for the raw gate of each key channel."""
     x = raw + bias
     if BOUNDED:
-        return tl.exp(lower_bound * sigmoid(rate * x))
+        return tl.exp2(sigmoid(rate * x) * (lower_bound * LOG2_E))
     # log(1 + e^x), from the side that cannot overflow
     softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
     return tl.exp(-rate * softplus)
@@ -214,6 +220,8 @@ def kda_decode_kernel(
     BLOCK_V: tl.constexpr,  # values that are in registers at a time
     CHUNK: tl.constexpr,  # keys of a row that neighbouring lanes share
     STAGES: tl.constexpr,  # STAGES - 1 tiles of the state are in flight, if there are several
+    LOAD_POLICY: tl.constexpr,  # of the cache, for the state, and the next one
+    STORE_POLICY: tl.constexpr,
     COMPUTE: tl.constexpr,  # tl.float32: everything between load and store
 ):
     """One token of one head of one request."""
@@ -276,7 +284,7 @@ def kda_decode_kernel(
     LOOPED: tl.constexpr = NUM_TILES - EARLY
     if EARLY:
         # Asked for before anything waits for the window; its turn comes at the end.
-        last_state = tl.load(source + LOOPED * BLOCK_V * D)
+        last_state = tl.load(source + LOOPED * BLOCK_V * D, eviction_policy=LOAD_POLICY)
 
     _convolved, q, k, decay, qk, v = step_vectors(
         window, x, taps, raw_gate, dt_bias, rate, is_gate, lower_bound, scale, l2_eps,
@@ -285,22 +293,22 @@ def kda_decode_kernel(
     beta = sigmoid(beta)
     if LOOPED == 0:
         o, _u, state = delta_step(last_state, q, k, qk, v, decay, beta)
-        tl.store(target, state)
+        tl.store(target, state, eviction_policy=STORE_POLICY)
     else:
         v = tl.reshape(v, [NUM_TILES, BLOCK_V])
         tiles = tl.arange(0, NUM_TILES)[:, None]
         o = tl.zeros([NUM_TILES, BLOCK_V], COMPUTE)
         for tile in tl.range(0, LOOPED, num_stages=STAGES):
-            state = tl.load(source + tile * BLOCK_V * D)
+            state = tl.load(source + tile * BLOCK_V * D, eviction_policy=LOAD_POLICY)
             v_tile = tl.sum(tl.where(tiles == tile, v, 0.0), 0)
             o_tile, _u, state = delta_step(state, q, k, qk, v_tile, decay, beta)
-            tl.store(target + tile * BLOCK_V * D, state)
+            tl.store(target + tile * BLOCK_V * D, state, eviction_policy=STORE_POLICY)
             # The norm needs the whole head: keep the outputs of all tiles.
             o = tl.where(tiles == tile, o_tile[None, :], o)
         if EARLY:
             v_tile = tl.sum(tl.where(tiles == LOOPED, v, 0.0), 0)
             o_tile, _u, state = delta_step(last_state, q, k, qk, v_tile, decay, beta)
-            tl.store(target + LOOPED * BLOCK_V * D, state)
+            tl.store(target + LOOPED * BLOCK_V * D, state, eviction_policy=STORE_POLICY)
             o = tl.where(tiles == LOOPED, o_tile[None, :], o)
         o = tl.reshape(o, [D])
     o = gated_norm(o, norm, output_gate.to(COMPUTE), norm_eps, D)

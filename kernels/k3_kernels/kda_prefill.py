@@ -18,17 +18,24 @@ In plain PyTorch it is ``kimik3_lab.reference.kda.chunked``; the test compares w
 
 How the kernels spend their time
 --------------------------------
-*The walk is a chain.* 128 steps for 8192 tokens, each of which waits for the one before: S times
-K e^G, the triangle, the update. With few heads nearly all of the chip looks on, so a step has to be
-short. Everything is transposed: S is the left factor of all products with it and stays in registers
-as the tensor cores left it, ``[values, keys]``, which is the layout of the cache too. Values do not
-mix, so they are cut: 64 for each program, because 64 rows are the least that ``wgmma`` takes.
+Numbers are of one H200, 12 heads, one sequence of 8192 tokens, whose bytes alone take 30 us.
 
-*Preparation is plain bandwidth and arithmetic*, over all chunks and heads in parallel.
+*The walk is a chain.* 128 steps, each of which waits for the one before: S times K e^G, the
+triangle, the update. With few heads nearly all of the chip looks on, so values, which do not mix,
+are cut (64 for each program, because 64 rows are the least that ``wgmma`` takes), and sequences
+too: a survey finds out how each segment maps states and where it ends from nothing, a short pass
+leads from start to start, and all segments are walked at once. Everything is transposed: S is the
+left factor of all products with it and stays in registers as the tensor cores left it,
+``[values, keys]``, which is the layout of the cache too. Five segments: survey 57, starts 14, walk
+68 us; a third of survey and walk waited for the copy engine with one chunk in flight.
+
+*Preparation is instructions*, not bytes: 52 000 of a warp for a chunk and head took 335 us, 22 000
+take 155. Products with matrices of 0, 1 and -1 add up decays; each half of the rows meets all keys
+in its own middle, which takes two products instead of one for every 16 rows; and keys stay as long
+as they are: the triangle, the walk's errors and its outputs make up for that, a vector each.
 
 *Decays divide only within 16 rows*, where they are at least e^-80 and float32 can hold the inverse.
-Between blocks of 16 rows they are carried on by products that only shrink. So ``lower_bound`` must
-not be below -5, K3's.
+So ``lower_bound`` must not be below -5, K3's.
 
 *A checkpoint is a cut.* A sequence whose state is wanted after p tokens is cut there, and the walk
 writes the state out in passing: one pass, at the price of a chunk that is not full.
@@ -37,19 +44,19 @@ writes the state out in passing: one pass, at the price of a chunk that is not f
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from k3_kernels import tuned
 from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
-from k3_kernels.kda_cache import check_slots, check_state
+from k3_kernels.kda_cache import check_sequences, check_state
 
 __all__ = ["CHUNK", "KDAPrefillConfig", "choose_config", "kda_prefill"]
 
-#: Tokens of a chunk, and rows of it whose decays may be divided by each other.
-CHUNK, SUB = 64, 16
+#: Tokens of a chunk, and rows of it that meet keys in their middle: 16 rows away at most.
+CHUNK, HALF = 64, 32
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,8 @@ class KDAPrefillConfig:
         Its warps, and chunks in flight plus 1.
     segments
         Pieces of a sequence that are walked at the same time.
+    chunk_stages
+        Blocks of keys in flight plus 1 in a program that prepares a chunk.
     """
 
     block_k: int
@@ -76,6 +85,7 @@ class KDAPrefillConfig:
     scan_warps: int
     scan_stages: int
     segments: int = 1
+    chunk_stages: int = 2
 
 
 def choose_config(heads: int, tokens: int, head_dim: int, device: torch.device) -> KDAPrefillConfig:
@@ -93,16 +103,19 @@ def choose_config(heads: int, tokens: int, head_dim: int, device: torch.device) 
     Examples
     --------
     >>> choose_config(12, 8192, 128, torch.device("cpu")).segments
-    4
+    5
     """
     found = tuned.lookup("kda_prefill", f"D={head_dim}", heads, device)
     if found is not None:
         config = KDAPrefillConfig(**found)
+    elif device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10:
+        # Products lie in a memory of their own and come through registers: more warps to hold them.
+        config = KDAPrefillConfig(32, 4, 0, min(64, head_dim), 8, 2, 5 if heads <= 32 else 1)
     elif heads <= 32:
         # Few heads leave most multiprocessors idle: cut values, and sequences too.
-        config = KDAPrefillConfig(16, 8, 128, min(64, head_dim), 4, 2, 4)
+        config = KDAPrefillConfig(32, 4, 0, min(64, head_dim), 4, 3, 5)
     else:
-        config = KDAPrefillConfig(16, 8, 128, head_dim, 8, 2, 1)
+        config = KDAPrefillConfig(32, 4, 0, head_dim, 8, 2, 1)
     if tokens < 4 * CHUNK * config.segments:
         # A survey of so few chunks costs more than it saves.
         config = replace(config, segments=1)
@@ -220,34 +233,11 @@ def kda_prefill(
             f"k3_kernels.kda_prefill: lower_bound is {lower_bound}, expected -5 to 0: 16 rows of a "
             "stronger decay leave the range of float32. kda_decode has no such limit"
         )
-    slots = check_slots("kda_prefill", "state_slots", state_slots, num_slots, null_slot, like=q)
-    batch = slots.shape[0]
-    check_slots("kda_prefill", "state_slots", state_slots, None, null_slot, like=q, rows=batch)
-    if cu_seqlens is None and batch != 1:
-        raise ValueError(
-            f"k3_kernels.kda_prefill: {batch} sequences need cu_seqlens to tell them apart"
-        )
-    if cu_seqlens is not None:
-        check_slots("kda_prefill", "cu_seqlens", cu_seqlens, None, null_slot, like=q,
-                    rows=batch + 1)  # fmt: skip
-    if has_initial_state is not None:
-        if has_initial_state.dtype == torch.bool:
-            has_initial_state = has_initial_state.view(torch.int8)
-        if tuple(has_initial_state.shape) != (batch,) or has_initial_state.device != q.device:
-            raise ValueError(
-                f"k3_kernels.kda_prefill: has_initial_state has shape "
-                f"{list(has_initial_state.shape)} on {has_initial_state.device}, expected [{batch}]"
-                f" on {q.device}"
-            )
-    if (checkpoint_at is None) != (checkpoint_slots is None):
-        raise ValueError("k3_kernels.kda_prefill: checkpoint_at and checkpoint_slots go together")
-    if checkpoint_at is not None and checkpoint_slots is not None:
-        check_slots("kda_prefill", "checkpoint_at", checkpoint_at, None, null_slot, like=q,
-                    rows=batch)  # fmt: skip
-        check_slots("kda_prefill", "checkpoint_slots", checkpoint_slots, None, null_slot, like=q,
-                    rows=batch)  # fmt: skip
-        check_slots("kda_prefill", "checkpoint_slots", checkpoint_slots, num_slots, null_slot,
-                    like=q)  # fmt: skip
+    batch, has_initial_state = check_sequences(
+        "kda_prefill", state_slots, num_slots, null_slot, cu_seqlens=cu_seqlens,
+        has_initial_state=has_initial_state, checkpoint_at=checkpoint_at,
+        checkpoint_slots=checkpoint_slots, like=q,
+    )  # fmt: skip
     if num_tokens == 0 or batch == 0 or num_heads == 0:
         return out
 
@@ -267,9 +257,10 @@ def kda_prefill(
     def scratch(*size: int, dtype: torch.dtype = operand) -> torch.Tensor:
         return torch.empty(chunks, num_heads, *size, dtype=dtype, device=q.device)
 
-    kqg, kd = scratch(2, CHUNK, head_dim), scratch(CHUNK, head_dim)
+    factors = scratch(3, CHUNK, head_dim)
     solve, scores = (scratch(CHUNK, CHUNK) for _ in range(2))
     decay = scratch(head_dim, dtype=torch.float32)
+    inverse = scratch(2, CHUNK, dtype=torch.float32)
     # A kernel argument must be a tensor: what the constants switch off is given another one.
     lengths = state_slots if cu_seqlens is None else cu_seqlens
     cuts = state_slots if checkpoint_at is None else checkpoint_at
@@ -282,29 +273,39 @@ def kda_prefill(
         "COMPUTE": tl.float32,
     }
 
+    limit = {"maxnreg": config.chunk_registers} if config.chunk_registers else {}
+    # What nobody asks for of a chunk's products would leave float32, of which NumPy complains.
+    factor = tl.float64 if q.device.type == "cpu" else tl.float32 if wide else tl.bfloat16
+
     def prepare() -> None:
         kernels.kda_chunks_kernel[(num_heads, chunks)](
-            q, k, raw_gate, raw_beta, A_log, dt_bias, lengths, cuts, kqg, kd, solve, scores,
-            decay, q.stride(0), k.stride(0), raw_gate.stride(0), raw_beta.stride(0), num_tokens,
-            batch, lower_bound, head_dim**-0.5 if scale is None else scale, l2_eps, **constants,
-            SUB=SUB, BLOCK_K=min(config.block_k, head_dim),
-            OPERAND=tl.float32 if wide else tl.bfloat16,
-            TRIANGLE=tl.float32 if wide else tl.float16, num_warps=config.chunk_warps,
-            num_stages=1, **({"maxnreg": config.chunk_registers} if config.chunk_registers else {}),
+            q, k, raw_gate, raw_beta, A_log, dt_bias, lengths, cuts,
+            _sums(q.device, torch.float32 if wide else torch.float16), factors, solve, scores,
+            decay, inverse, q.stride(0), k.stride(0), raw_gate.stride(0), raw_beta.stride(0),
+            num_tokens, batch, lower_bound, head_dim**-0.5 if scale is None else scale, l2_eps,
+            **constants, HALF=HALF, BLOCK_K=min(config.block_k, head_dim), OPERAND=factor,
+            TRIANGLE=tl.float32 if wide else tl.float16, STAGES=config.chunk_stages,
+            num_warps=config.chunk_warps, num_stages=1, **limit,
         )  # fmt: skip
 
-    def blocks(tensor: torch.Tensor, rows: int = CHUNK) -> Any:
+    def blocks(tensor: torch.Tensor, rows: int = CHUNK, columns: int = 0) -> Any:
         # The copy engine brings a block of rows without an address for each.
-        flat = tensor.view(-1, tensor.shape[-1])
-        return kernels.TensorDescriptor.from_tensor(flat, [rows, flat.shape[-1]])
+        flat = tensor if columns else tensor.view(-1, tensor.shape[-1])
+        return kernels.TensorDescriptor.from_tensor(flat, [rows, columns or flat.shape[-1]])
 
+    values = v.as_strided((num_tokens, num_heads * head_dim), (v.stride(0), 1))
+    if v.data_ptr() % 16 or v.stride(0) * v.element_size() % 16:
+        values = values.contiguous()  # rows that the copy engine cannot address
+
+    # A checkpoint leaves through shared memory that a third chunk would take.
+    scan_stages = min(config.scan_stages, 3 if checkpoint_at is None else 2)
     segments = config.segments
     if segments > 1:
         map_shape = (batch, segments, num_heads, head_dim, head_dim)
         starts = torch.empty(map_shape, dtype=torch.float32, device=q.device)
         maps = torch.empty(2, *map_shape, dtype=operand, device=q.device)
     else:
-        starts, maps = decay, kd[None].expand(2, *kd.shape)  # not touched
+        starts, maps = decay, factors[None].expand(2, *factors.shape)  # not touched
 
     def walk(survey: bool) -> None:
         parts = head_dim // block_v
@@ -312,19 +313,21 @@ def kda_prefill(
             num_heads, parts, batch * segments
         )  # fmt: skip
         kernels.kda_scan_kernel[grid](
-            out, v, *map(blocks, (kqg, kd, solve, scores)), decay, state, starts,
+            out, blocks(values, columns=block_v), *map(blocks, (factors, solve, scores)), decay,
+            inverse, state, starts,
             maps, lengths,
             state_slots, state_slots if has_initial_state is None else has_initial_state, cuts,
             state_slots if checkpoint_slots is None else checkpoint_slots, out.stride(0),
-            v.stride(0), state.stride(0), state.stride(1), num_tokens, batch, num_slots, null_slot,
+            state.stride(0), state.stride(1), num_tokens, batch, num_slots, null_slot,
             **constants, CONTINUED=has_initial_state is not None, SEGMENTS=segments, SURVEY=survey,
-            BLOCK_V=block_v, STAGES=config.scan_stages, num_warps=config.scan_warps,
+            BLOCK_V=block_v, STAGES=scan_stages, num_warps=config.scan_warps,
         )  # fmt: skip
 
     def lead() -> None:
         kernels.kda_starts_kernel[(num_heads, head_dim // block_v, batch)](
             starts, blocks(maps[0], rows=head_dim), blocks(maps[1], rows=head_dim),
-            SEGMENTS=segments, D=head_dim, BLOCK_V=block_v, COMPUTE=tl.float32,
+            SEGMENTS=segments, D=head_dim, BLOCK_V=block_v, STAGES=min(2, config.scan_stages),
+            COMPUTE=tl.float32,
             num_warps=config.scan_warps,
         )  # fmt: skip
 
@@ -339,3 +342,20 @@ def kda_prefill(
             if only is None or only == name:
                 launch()
     return out
+
+
+@cache
+def _sums(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Matrices of 0, 1 and -1 that add up the decays of a chunk's rows.
+
+    Up to a row, behind it, from the middle of its half to it, and from it to the middle of each
+    half.
+    """
+    i, j = torch.arange(CHUNK)[:, None], torch.arange(CHUNK)[None, :]
+    upto = (j <= i).int()
+    middle = i // HALF * HALF + HALF // 2
+    # Keys of the second half are of no use to rows of the first.
+    to_first = torch.where(i < HALF, (j < HALF // 2).int() - upto, 0)
+    to_second = (j < HALF + HALF // 2).int() - upto
+    sums = (upto, 1 - upto, upto - (j < middle).int(), to_first, to_second)
+    return torch.stack(sums).to(device, dtype)

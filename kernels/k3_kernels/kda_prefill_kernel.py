@@ -69,21 +69,21 @@ def rows_of_chunk(index, begin, length, cut, before_cut, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def double_blocks(x, a, CHUNK: tl.constexpr, SIZE: tl.constexpr, TRIANGLE: tl.constexpr):
+def double_blocks(x, minus_a, CHUNK: tl.constexpr, SIZE: tl.constexpr, TRIANGLE: tl.constexpr):
     """From the inverses of diagonal blocks of SIZE rows to those of twice as many.
 
     [[p, 0], [r, s]]^-1 = [[p^-1, 0], [-s^-1 r p^-1, s^-1]], in all blocks at once.
     """
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
-    below = (row // (2 * SIZE) == column // (2 * SIZE)) & (row // SIZE > column // SIZE)
+    below = (row // (2 * SIZE) == column // (2 * SIZE)) & (row // SIZE != column // SIZE)
     small = x.to(TRIANGLE)
-    left = tl.dot(small, tl.where(below, a, 0.0).to(TRIANGLE), input_precision="ieee")
-    return x - tl.dot(left.to(TRIANGLE), small, input_precision="ieee")
+    left = tl.dot(small, tl.where(below, minus_a, 0.0).to(TRIANGLE), input_precision="ieee")
+    return tl.dot(left.to(TRIANGLE), small, x, input_precision="ieee")
 
 
 @triton.jit
-def unit_lower_inverse(a, CHUNK: tl.constexpr, TRIANGLE: tl.constexpr):
+def unit_lower_inverse(minus_a, CHUNK: tl.constexpr, TRIANGLE: tl.constexpr):
     """Invert I + ``a``, ``a [CHUNK, CHUNK]`` strictly lower.
 
     This is substitution, five times by blocks instead of 63 times by rows. Everything that occurs
@@ -93,12 +93,12 @@ def unit_lower_inverse(a, CHUNK: tl.constexpr, TRIANGLE: tl.constexpr):
     tl.static_assert(CHUNK == 64)
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
-    x = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -a, 0.0))
-    x = double_blocks(x, a, CHUNK, 2, TRIANGLE)
-    x = double_blocks(x, a, CHUNK, 4, TRIANGLE)
-    x = double_blocks(x, a, CHUNK, 8, TRIANGLE)
-    x = double_blocks(x, a, CHUNK, 16, TRIANGLE)
-    return double_blocks(x, a, CHUNK, 32, TRIANGLE)
+    x = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, minus_a, 0.0))
+    x = double_blocks(x, minus_a, CHUNK, 2, TRIANGLE)
+    x = double_blocks(x, minus_a, CHUNK, 4, TRIANGLE)
+    x = double_blocks(x, minus_a, CHUNK, 8, TRIANGLE)
+    x = double_blocks(x, minus_a, CHUNK, 16, TRIANGLE)
+    return double_blocks(x, minus_a, CHUNK, 32, TRIANGLE)
 
 
 @triton.jit(
@@ -114,11 +114,13 @@ def kda_chunks_kernel(
     dt_bias_ptr,  # [H * D]
     cu_seqlens_ptr,  # [B + 1], read if VARLEN
     checkpoint_ptr,  # [B], read if CHECKPOINTS
-    kqg_ptr,  # [chunks, H, 2, CHUNK, D]: what the state is multiplied with, keys and queries
-    kd_ptr,  # [chunks, H, CHUNK, D]: and with what it is updated
+    sums_ptr,  # [5, CHUNK, CHUNK]: which rows' decays are added up, with which sign
+    factors_ptr,  # [chunks, H, 3, CHUNK, D]: what the state is multiplied with, keys and queries,
+    # and what it is updated with
     solve_ptr,  # [chunks, H, CHUNK, CHUNK], and the next one
     scores_ptr,
     decay_ptr,  # [chunks, H, D] float32
+    lengths_ptr,  # [chunks, H, 2, CHUNK] float32: of keys, and what queries are multiplied with
     q_stride,
     k_stride,
     gate_stride,
@@ -134,9 +136,10 @@ def kda_chunks_kernel(
     D: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,  # keys that are in registers at a time
-    SUB: tl.constexpr,  # rows whose decays may be divided by each other: 16 in float32
+    HALF: tl.constexpr,  # rows whose decays may be divided by each other: 32 in float32
     OPERAND: tl.constexpr,  # type of the factors of a product; bfloat16 has the range it takes
     TRIANGLE: tl.constexpr,  # type of the factors of the inverse; float16 has the digits
+    STAGES: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     """Everything about one chunk of one head that does not depend on the state."""
@@ -158,99 +161,87 @@ def kda_chunks_kernel(
     )  # fmt: skip
 
     row = tl.arange(0, CHUNK)
-    column = tl.arange(0, BLOCK_K)
     inside = row < tokens
-    mask = inside[:, None] & (column >= 0)[None, :]
     start = token.to(tl.int64)
-    beta = tl.load(beta_ptr + (start + row) * beta_stride + head, mask=inside, other=0.0)
-    beta = tl.where(inside, sigmoid(beta.to(COMPUTE)), 0.0)
-    rate = tl.exp(tl.load(A_log_ptr + head).to(COMPUTE))
-    # Keys and queries take part in the same sums and products: one on top of the other they are one
-    # factor with 128 rows.
-    both = tl.arange(0, 2 * CHUNK)
-    token_of = both % CHUNK
-    is_key = both < CHUNK
-    there = (token_of < tokens)[:, None] & (column >= 0)[None, :]
+    rate = tl.exp(tl.load(A_log_ptr + head).to(COMPUTE)) * -LOG2_E
+    place = chunk.to(tl.int64) * H + head
+    i, j = row[:, None], row[None, :]
+    square = i * CHUNK + j
+    # A scan over rows that lie in different warps costs several times as much as a product with a
+    # matrix of ones.
+    sums = sums_ptr + square
+    upto = tl.load(sums)
+    behind = tl.load(sums + CHUNK * CHUNK)
+    from_middle = tl.load(sums + 2 * CHUNK * CHUNK)
+    to_first = tl.load(sums + 3 * CHUNK * CHUNK)
+    to_second = tl.load(sums + 4 * CHUNK * CHUNK)
+    column = tl.arange(0, BLOCK_K)
+    mask = inside[:, None] & (column >= 0)[None, :]
+    tile = i * D + column[None, :]
+    q_at = i * q_stride + column[None, :]
+    k_at = i * k_stride + column[None, :]
+    gate_at = i * gate_stride + column[None, :]
     q_ptr += start * q_stride + head * D
     k_ptr += start * k_stride + head * D
     gate_ptr += start * gate_stride + head * D
-    k_mask = there & is_key[:, None]
-    q_mask = there & (both >= CHUNK)[:, None]
-    k_at = token_of[:, None] * k_stride + column[None, :]
-    q_at = token_of[:, None] * q_stride + column[None, :]
-    length = tl.zeros([2 * CHUNK], COMPUTE)
-    for first in tl.static_range(0, D, BLOCK_K):
-        kq = tl.load(k_ptr + first + k_at, mask=k_mask, other=0.0)
-        kq += tl.load(q_ptr + first + q_at, mask=q_mask, other=0.0)
-        kq = kq.to(COMPUTE)
-        length += tl.sum(kq * kq, 1)
-    length = tl.rsqrt(length + l2_eps) * tl.where(is_key, 1.0, scale)
+    factors = factors_ptr + place * (3 * CHUNK * D) + tile
+    # The interpreter's float64 has room for the elements above the diagonal, which nobody asks for.
+    SUM: tl.constexpr = OPERAND if OPERAND == tl.float64 else COMPUTE  # noqa: SIM300
+    a = tl.zeros([CHUNK, CHUNK], SUM)
+    scores = tl.zeros([CHUNK, CHUNK], SUM)
     k_length = tl.zeros([CHUNK], COMPUTE)
-    for first in tl.static_range(0, D, BLOCK_K):
-        k = tl.load(k_ptr + first + row[:, None] * k_stride + column[None, :], mask=mask, other=0.0)
+    q_length = tl.zeros([CHUNK], COMPUTE)
+    steepest = tl.where(inside, lower_bound * LOG2_E, 0.0)[:, None]
+    later = tl.where(row >= HALF, 1.0, 0.0)[:, None]
+    for first in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+        raw = tl.load(gate_ptr + first + gate_at, mask=mask, other=0.0)
+        k = tl.load(k_ptr + first + k_at, mask=mask, other=0.0)
+        q = tl.load(q_ptr + first + q_at, mask=mask, other=0.0)
+        bias = tl.load(dt_bias_ptr + head * D + first + column).to(COMPUTE) * rate
+        # In powers of two, which is what the hardware exponentiates.
+        g = tl.rsqrt(1.0 + tl.exp2(tl.minimum(raw.to(COMPUTE) * rate + bias[None, :], 100.0)))
+        g = steepest * g * g
+        total = tl.exp2(tl.sum(g, 0))
+        g = g.to(TRIANGLE)
         k = k.to(COMPUTE)
+        q = q.to(COMPUTE)
         k_length += tl.sum(k * k, 1)
-    k_length = tl.rsqrt(k_length + l2_eps)
-
-    place = chunk.to(tl.int64) * H + head
-    block = row // SUB
-    block_of = token_of // SUB
-    # Running sums as products with triangles of ones, over all earlier rows and over those of the
-    # own block. A scan over rows that lie in different warps costs several times as much.
-    earlier = token_of[:, None] >= row[None, :]
-    near = earlier & (block_of[:, None] == block[None, :])
-    earlier_ones = tl.where(earlier, 1.0, 0.0).to(TRIANGLE)
-    near_ones = tl.where(near, 1.0, 0.0).to(TRIANGLE)
-    same_block = (row[:, None] >= row[None, :]) & (block[:, None] == block[None, :])
-    same_ones = tl.where(same_block, 1.0, 0.0).to(TRIANGLE)
-    upto_ones = tl.where(row[:, None] >= row[None, :], 1.0, 0.0).to(TRIANGLE)
-    products = tl.zeros([2 * CHUNK, CHUNK], COMPUTE)
-    for first in range(0, D, BLOCK_K):
-        k = tl.load(k_ptr + first + row[:, None] * k_stride + column[None, :], mask=mask, other=0.0)
-        k = k.to(COMPUTE) * k_length[:, None]
-        raw = tl.load(
-            gate_ptr + first + row[:, None] * gate_stride + column[None, :], mask=mask, other=0.0
-        )
-        bias = tl.load(dt_bias_ptr + head * D + first + column).to(COMPUTE)
-        # In powers of two, which is what the hardware exponentiates. Rounded to TRIANGLE once and
-        # for all: what follows is exact for the rounded gate, and the raw one had fewer digits.
-        g = lower_bound * LOG2_E * sigmoid(rate * (raw.to(COMPUTE) + bias[None, :]))
-        g = tl.where(mask, g, 0.0).to(TRIANGLE)
-        total = tl.sum(g.to(COMPUTE), 0)
-        since = tl.dot(upto_ones, g, input_precision="ieee")
-        left = (k * tl.exp2(total[None, :] - since)).to(kd_ptr.dtype.element_ty)
-        grown = k * tl.exp2(-tl.dot(same_ones, g, input_precision="ieee"))
-
-        kq = tl.load(k_ptr + first + k_at, mask=k_mask, other=0.0)
-        kq += tl.load(q_ptr + first + q_at, mask=q_mask, other=0.0)
-        kq = kq.to(COMPUTE) * length[:, None]
-        decayed = kq * tl.exp2(tl.dot(earlier_ones, g, input_precision="ieee"))
-        decayed = decayed.to(kqg_ptr.dtype.element_ty)
-        # Between rows of one block: e^(G_i - G_j) = e^(local_i) e^(-local_j), at most e^80. With
-        # rows of earlier blocks: their factor is carried on from block to block and only shrinks.
-        rows = (kq * tl.exp2(tl.dot(near_ones, g, input_precision="ieee"))).to(OPERAND)
-        carried = tl.where(block[:, None] == 0, grown, 0.0)
-        for this in tl.static_range(CHUNK // SUB):
-            if this > 0:
-                passed = tl.sum(tl.where(block[:, None] == this - 1, g.to(COMPUTE), 0.0), 0)
-                carried *= tl.exp2(passed)[None, :]
-                carried = tl.where(block[:, None] == this, grown, carried)
-            of_block = tl.trans(carried.to(OPERAND))
-            mine_only = tl.where(block_of[:, None] == this, rows, 0.0)
-            products = tl.dot(mine_only, of_block, products, input_precision="ieee")
+        q_length += tl.sum(q * q, 1)
+        # Rows and keys meet in the middle of the rows' half, so that no decay is divided by more
+        # than that of 16 rows.
+        grow = tl.exp2(tl.dot(from_middle, g, input_precision="ieee"))
+        second = grow * later
+        grow -= second
+        keys = tl.exp2(tl.dot(to_first, g, input_precision="ieee"))
+        keys = tl.trans((k * keys).to(OPERAND))
+        a = tl.dot((k * grow).to(OPERAND), keys, a, input_precision="ieee")
+        scores = tl.dot((q * grow).to(OPERAND), keys, scores, input_precision="ieee")
+        keys = tl.exp2(tl.dot(to_second, g, input_precision="ieee"))
+        keys = tl.trans((k * keys).to(OPERAND))
+        a = tl.dot((k * second).to(OPERAND), keys, a, input_precision="ieee")
+        scores = tl.dot((q * second).to(OPERAND), keys, scores, input_precision="ieee")
+        left = k * tl.exp2(tl.dot(behind, g, input_precision="ieee"))
+        left = left.to(factors_ptr.dtype.element_ty)
+        grow = tl.exp2(tl.dot(upto, g, input_precision="ieee"))
+        kg = (k * grow).to(factors_ptr.dtype.element_ty)
+        qg = (q * grow).to(factors_ptr.dtype.element_ty)
         # Stored last: a product waits for everything before it that is not yet in memory.
-        tile = row[:, None] * D + column[None, :]
-        tl.store(kd_ptr + place * (CHUNK * D) + first + tile, left)
-        tile = both[:, None] * D + column[None, :]
-        tl.store(kqg_ptr + place * (2 * CHUNK * D) + first + tile, decayed)
-        tl.store(decay_ptr + place * D + first + column, tl.exp2(total))
-    # [2, i, j] to one matrix for keys and one for queries
-    a, scores = tl.split(tl.permute(tl.reshape(products, [2, CHUNK, CHUNK]), [1, 2, 0]))
-    a = tl.where(row[:, None] > row[None, :], a * beta[:, None], 0.0)
-    scores = tl.where(row[:, None] >= row[None, :], scores, 0.0)
-    square = place * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
+        tl.store(factors + first, kg)
+        tl.store(factors + first + CHUNK * D, qg)
+        tl.store(factors + first + 2 * CHUNK * D, left)
+        tl.store(decay_ptr + place * D + first + column, total)
+    squared = k_length + l2_eps
+    inverse = tl.rsqrt(squared)
+    lengths = lengths_ptr + place * (2 * CHUNK) + row
+    tl.store(lengths, squared * inverse)
+    tl.store(lengths + CHUNK, tl.rsqrt(q_length + l2_eps) * scale)
+    square += place * (CHUNK * CHUNK)
+    scores = tl.where(i >= j, scores, 0.0).to(COMPUTE)
     tl.store(scores_ptr + square, scores.to(scores_ptr.dtype.element_ty))
-    solve = unit_lower_inverse(a, CHUNK, TRIANGLE) * beta[None, :]
+    beta = tl.load(beta_ptr + (start + row) * beta_stride + head, mask=inside, other=0.0)
+    beta = tl.where(inside, sigmoid(beta.to(COMPUTE)), 0.0) * inverse
+    minus_a = tl.where(i > j, a, 0.0).to(COMPUTE) * -beta[:, None] * inverse[None, :]
+    solve = unit_lower_inverse(minus_a, CHUNK, TRIANGLE) * inverse[:, None] * beta[None, :]
     tl.store(solve_ptr + square, solve.to(solve_ptr.dtype.element_ty))
 
 
@@ -269,6 +260,7 @@ def kda_starts_kernel(
     SEGMENTS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     """Lead the start of segment 1 through the maps of the segments behind it.
@@ -282,7 +274,7 @@ def kda_starts_kernel(
     first = tl.program_id(2) * SEGMENTS * H + head
     elements = value[:, None] * D + tl.arange(0, D)[None, :]
     state = tl.load(starts_ptr + (first + H).to(tl.int64) * (D * D) + elements)
-    for segment in tl.range(1, SEGMENTS - 1, num_stages=1):
+    for segment in tl.range(1, SEGMENTS - 1, num_stages=STAGES):
         place = first + segment * H
         start = starts_ptr + (place + H).to(tl.int64) * (D * D) + elements
         high, low = halves(state, map_high.dtype)
@@ -301,12 +293,12 @@ def kda_starts_kernel(
 )  # fmt: skip
 def kda_scan_kernel(
     out_ptr,  # [N, H * D]
-    v_ptr,  # [N, H * D]
-    kqg,  # descriptor of [chunks * H * 2 * CHUNK, D] in blocks of CHUNK rows
-    kd,  # of [chunks * H * CHUNK, D]
+    v,  # descriptor of [N, H * D] in blocks of CHUNK rows and BLOCK_V columns
+    factors,  # descriptor of [chunks * H * 3 * CHUNK, D] in blocks of CHUNK rows
     solve,  # of [chunks * H * CHUNK, CHUNK], and the next one
     scores,
     decay_ptr,  # [chunks, H, D] float32
+    lengths_ptr,  # [chunks, H, 2, CHUNK] float32
     state_ptr,  # [slots, H, D (values), D (keys)]
     starts_ptr,  # [B, SEGMENTS, H, D, D] float32, used if SEGMENTS > 1, and the next one
     maps_ptr,  # [2, B, SEGMENTS, H, D, D], written by the survey
@@ -316,7 +308,6 @@ def kda_scan_kernel(
     checkpoint_ptr,  # [B], read if CHECKPOINTS, and the next one
     checkpoint_slots_ptr,
     out_stride,
-    v_stride,
     state_stride,
     state_head_stride,
     num_tokens,
@@ -385,6 +376,7 @@ def kda_scan_kernel(
     if start >= end:
         return
     row = tl.arange(0, CHUNK)
+    first_column = head * D + (tl.program_id(1) % PARTS) * BLOCK_V
     columns = head * D + value[:, None]
     if invalid:
         nothing = tl.where(padding, tl.zeros([BLOCK_V, CHUNK], COMPUTE), float("nan"))
@@ -400,7 +392,7 @@ def kda_scan_kernel(
 
     head_state = state_ptr + head * state_head_stride
     home = head_state + slot.to(tl.int64) * state_stride + elements
-    OPERAND: tl.constexpr = kd.dtype
+    OPERAND: tl.constexpr = factors.dtype
     state = tl.zeros([BLOCK_V, D], COMPUTE)
     if SURVEY or SEGMENTS == 1:
         if CONTINUED:
@@ -416,31 +408,34 @@ def kda_scan_kernel(
         state = tl.load(starts_ptr + (known + segment * H) * (D * D) + elements)
 
     # Offsets within a chunk are the same for all chunks.
-    v_at = row[None, :] * v_stride + columns
-    out_at = row[None, :] * out_stride + columns
+    out_ptr += row[None, :] * out_stride + columns
     for index in tl.range(start, end, num_stages=STAGES):
         token, tokens = rows_of_chunk(index, begin, length, cut, before_cut, CHUNK)
-        place = (first + index).to(tl.int64) * H + head
+        chunk = (first + index) * H + head
+        kg_rows = factors.load([3 * CHUNK * chunk, 0])
+        kd_rows = factors.load([3 * CHUNK * chunk + 2 * CHUNK, 0])
+        triangle = solve.load([CHUNK * chunk, 0])
+        decay = tl.load(decay_ptr + chunk.to(tl.int64) * D + key)
+        lengths = lengths_ptr + chunk.to(tl.int64) * (2 * CHUNK) + row
+        k_length = tl.load(lengths)
+        v_rows = v.load([token, first_column])
         v_tokens = tl.where(identity, 0, tokens)
-        v_mask = (row < v_tokens)[None, :] & (value >= 0)[:, None]
-        chunk_row = ((first + index) * H + head) * CHUNK
-        kg_rows = kqg.load([2 * chunk_row, 0])
-        kd_rows = kd.load([chunk_row, 0])
-        triangle = solve.load([chunk_row, 0])
-        decay = tl.load(decay_ptr + place * D + key)
-        v = tl.load(v_ptr + token.to(tl.int64) * v_stride + v_at, mask=v_mask, other=0.0)
+        if v_tokens < CHUNK:
+            # The rows behind the end are those of another sequence.
+            v_rows = tl.where((row < v_tokens)[:, None], v_rows, 0.0)
         # All of it transposed, so that the state is the left factor and stays where it is.
         before = state.to(OPERAND)
         recalled = tl.dot(before, tl.trans(kg_rows), input_precision="ieee")
-        error = (v.to(COMPUTE) - recalled).to(OPERAND)
+        error = (tl.trans(v_rows).to(COMPUTE) * k_length[None, :] - recalled).to(OPERAND)
         written = tl.dot(error, tl.trans(triangle), input_precision="ieee").to(OPERAND)
         if not SURVEY:
-            qg_rows = kqg.load([2 * chunk_row + CHUNK, 0])
-            weights = scores.load([chunk_row, 0])
+            qg_rows = factors.load([3 * CHUNK * chunk + CHUNK, 0])
+            weights = scores.load([CHUNK * chunk, 0])
             o = tl.dot(before, tl.trans(qg_rows), input_precision="ieee")
             o = tl.dot(written, tl.trans(weights), o, input_precision="ieee")
-            out = out_ptr + token.to(tl.int64) * out_stride + out_at
+            o *= tl.load(lengths + CHUNK)[None, :]
             mask = (row < tokens)[None, :] & (value >= 0)[:, None]
+            out = out_ptr + token.to(tl.int64) * out_stride
             tl.store(out, o.to(out_ptr.dtype.element_ty), mask=mask)
         state = tl.dot(written, kd_rows, state * decay[None, :], input_precision="ieee")
         if CHECKPOINTS and not SURVEY:

@@ -8,10 +8,9 @@ the tokens are accepted, the state is::
     S_n = S_0 diag(exp(g_1 + .. + g_n)) + sum_t u_t (k_t exp(g_(t+1) + .. + g_n))^T
 
 ``u_t = beta_t (v_t - S'_(t-1) k_t)`` already holds everything that depended on the state, so
-nothing is looked up again
-over the state. A serving engine with a prefix cache also wants the state at a block boundary that
-lies among the accepted tokens; the same pass writes it. The window of the convolution, which the
-verify step kept wide, is moved along.
+nothing is looked up again over the state. A serving engine with a prefix cache also wants the state
+at a block boundary that lies among the accepted tokens; the same pass writes it. The window of the
+convolution, which the verify step kept wide, is moved along.
 
 The plain PyTorch twin is ``kimik3_lab.reference.kda.recurrent`` over the first n tokens; the test
 compares with that. vLLM calls the technique RecoverSSM
@@ -20,12 +19,14 @@ compares with that. vLLM calls the technique RecoverSSM
 How the kernel spends its time
 ------------------------------
 The floor is the state, read once and written once: 128 kB a head against 1 kB of records a token.
-No output couples the values of a head, so V is cut into pieces of one warp each: many small
-programs hide each other's waiting. The tokens' vectors are worked out again by every piece, while
-its state is on the way. They multiply as they are, no tensor cores: the outer products of nine
-tokens are ten operations an element, and a matrix instruction would have to be fed through shared
-memory from layouts that loads and stores do not have. That way an H200 took 16.0 us for 16
-requests, 39 % of the floor. Several layers go into one launch, because a step commits all 69.
+No output couples the values of a head, so V is cut into pieces of two warps each: many small
+programs hide each other's waiting. The tokens' vectors are worked out again by every warp, in the
+layout that the state has, while its state is on the way: no warp asks another for anything. They
+multiply as they are, no tensor cores: the outer products of nine tokens are ten operations an
+element, and a matrix instruction would have to be fed through shared memory from layouts that loads
+and stores do not have. That way an H200 took 16.0 us for 16 requests, 39 % of the floor; this way
+10, of which 6.2 are the bytes and the rest is two dependent trips to memory and the last store.
+Several layers go into one launch, because a step commits all 69.
 """
 
 from __future__ import annotations
@@ -49,15 +50,19 @@ class KDARecoverConfig:
     Attributes
     ----------
     block_v, slice_v, num_warps
-        Values of a program, how many of them it takes at a time, and its warps.
+        Values of a program, how many of them it takes at a time (at least one a warp), and its
+        warps.
     pdl
         As in :class:`k3_kernels.kda_decode.KDADecodeConfig`.
+    ahead
+        How many slices it asks for before they are needed.
     """
 
     block_v: int
     slice_v: int
     num_warps: int
     pdl: bool = False
+    ahead: int = 1
 
 
 def choose_config(programs: int, head_dim: int, device: torch.device) -> KDARecoverConfig:
@@ -66,7 +71,7 @@ def choose_config(programs: int, head_dim: int, device: torch.device) -> KDAReco
     Examples
     --------
     >>> choose_config(12, 128, torch.device("cpu"))
-    KDARecoverConfig(block_v=16, slice_v=8, num_warps=1, pdl=False)
+    KDARecoverConfig(block_v=16, slice_v=8, num_warps=1, pdl=False, ahead=1)
     """
     found = tuned.lookup("kda_recover", f"D={head_dim}", programs, device)
     if found is not None:
@@ -248,7 +253,8 @@ def kda_recover(
             D=head_dim, TOKENS=records.max_tokens,
             BOUNDED=lower_bound is not None, HAS_BOUNDARY=boundary is not None,
             MOVE_WINDOW=conv_state is not None, WIDTH=conv_width,
-            BLOCK_V=min(config.block_v, head_dim), SLICE=config.slice_v, COMPUTE=kernels.tl.float32,
+            BLOCK_V=min(config.block_v, head_dim), SLICE=config.slice_v,
+            ROWS=config.num_warps, AHEAD=config.ahead, COMPUTE=kernels.tl.float32,
             PDL=config.pdl, num_warps=config.num_warps,
             **({"launch_pdl": True} if config.pdl else {}),
         )  # fmt: skip

@@ -19,7 +19,7 @@ __all__ = ["kda_recover_kernel"]
 
 @triton.jit
 def weights_after(count, k, decay, TOKENS: tl.constexpr):
-    """Return what ``count`` tokens leave of each key ``[K]`` and of the state before.
+    """Return what ``count`` tokens leave of each key ``[ROWS, K]`` and of the state before.
 
     What a token wrote has decayed by the tokens behind it, so this runs from the last to the first.
     """
@@ -34,11 +34,11 @@ def weights_after(count, k, decay, TOKENS: tl.constexpr):
 
 @triton.jit
 def state_after(state, u, weights, behind, TOKENS: tl.constexpr):
-    """State ``[V, K]`` from the one before, ``u [V]`` and what is left of the keys."""
-    written = u[0][:, None] * weights[0][None, :]
+    """State ``[ROWS, V / ROWS, K]`` from the one before, ``u`` and what is left of the keys."""
+    written = u[0][:, :, None] * weights[0][:, None, :]
     for token in tl.static_range(1, TOKENS):
-        written += u[token][:, None] * weights[token][None, :]
-    return state * behind[None, :] + written
+        written += u[token][:, :, None] * weights[token][:, None, :]
+    return state * behind[:, None, :] + written
 
 
 @triton.jit
@@ -121,6 +121,8 @@ def kda_recover_kernel(
     PDL: tl.constexpr,
     BLOCK_V: tl.constexpr,  # values of a program
     SLICE: tl.constexpr,  # and how many of them it takes at a time
+    ROWS: tl.constexpr,  # warps of a program
+    AHEAD: tl.constexpr,  # slices that are asked for before they are needed
     COMPUTE: tl.constexpr,
 ):
     """Commit a slice of values of one head of one request in one layer."""
@@ -129,7 +131,9 @@ def kda_recover_kernel(
     row = (tl.program_id(2) % num_requests).to(tl.int64)
     layer = (tl.program_id(2) // num_requests).to(tl.int64)
     keys = tl.arange(0, D)
-    channels = head * D + keys
+    # Every row of a tile of vectors is the same: a row for each warp, so that no warp has to ask
+    # another for its weights.
+    channels = head * D + keys[None, :] + 0 * tl.arange(0, ROWS)[:, None]
     bias = tl.load(dt_bias_ptr + layer * dt_bias_layer_stride + channels).to(COMPUTE)
     rate = tl.exp(tl.load(A_log_ptr + layer * A_log_layer_stride + head).to(COMPUTE))
     if PDL:
@@ -158,16 +162,20 @@ def kda_recover_kernel(
     layer_state = state_ptr + layer * state_layer_stride + head * state_head_stride
     source = layer_state + slot.to(tl.int64) * state_stride
     final = layer_state + final_slot.to(tl.int64) * state_stride
-    values = tl.program_id(0) * BLOCK_V + tl.arange(0, SLICE)
-    elements = values[:, None] * D + keys[None, :]
-    # On their way while the weights are worked out; so are the next ones while these are used.
-    before = tl.load(source + elements)
+    values = tl.arange(0, ROWS)[:, None] * (SLICE // ROWS) + tl.arange(0, SLICE // ROWS)[None, :]
+    values += tl.program_id(0) * BLOCK_V
+    elements = values[:, :, None] * D + keys[None, None, :]
+    # On their way while the weights are worked out; so are later ones while these are used.
+    ahead = ()
+    for piece in tl.static_range(AHEAD):
+        if piece * SLICE < BLOCK_V:
+            ahead = ahead + (tl.load(source + piece * (SLICE * D) + elements),)
     u = load_u(u_row, values, count, u_token_stride, D, TOKENS)
     normalised = ()
     decays = ()
     for token in tl.static_range(TOKENS):
-        inverse = tl.rsqrt(tl.sum(k[token] * k[token], 0) + l2_eps)
-        normalised = normalised + (k[token] * inverse,)
+        inverse = tl.rsqrt(tl.sum(k[token] * k[token], 1) + l2_eps)
+        normalised = normalised + (k[token] * inverse[:, None],)
         decays = decays + (decay_factor(decay[token], bias, rate, lower_bound, BOUNDED),)
 
     weights, behind = weights_after(count, normalised, decays, TOKENS)
@@ -179,18 +187,18 @@ def kda_recover_kernel(
         earlier_weights, earlier_behind = weights_after(boundary, normalised, decays, TOKENS)
         at_boundary = layer_state + boundary_slot.to(tl.int64) * state_stride
     for piece in tl.static_range(BLOCK_V // SLICE):
+        if (piece + AHEAD) * SLICE < BLOCK_V:
+            ahead = ahead + (tl.load(source + (piece + AHEAD) * (SLICE * D) + elements),)
         if (piece + 1) * SLICE < BLOCK_V:
-            next_before = tl.load(source + (piece + 1) * SLICE * D + elements)
             next_values = values + (piece + 1) * SLICE
             next_u = load_u(u_row, next_values, count, u_token_stride, D, TOKENS)
         if HAS_BOUNDARY:
             if inside:
-                earlier = state_after(before, u, earlier_weights, earlier_behind, TOKENS)
+                earlier = state_after(ahead[piece], u, earlier_weights, earlier_behind, TOKENS)
                 tl.store(at_boundary + piece * SLICE * D + elements, earlier)
-        after = state_after(before, u, weights, behind, TOKENS)
+        after = state_after(ahead[piece], u, weights, behind, TOKENS)
         tl.store(final + piece * SLICE * D + elements, after)
         if (piece + 1) * SLICE < BLOCK_V:
-            before = next_before
             u = next_u
 
     if MOVE_WINDOW:

@@ -41,7 +41,7 @@ class MoEConfig:
         Columns a step of the prefill kernels with plain weights.
     fit
         Prefill only: tiles read the tokens they have and no copies to fill up, and a half-empty
-        one is multiplied at half its size. Not measured yet, so no table has it.
+        one is multiplied at half its size: worth it where loads differ.
     gate_registers, down_registers
         Most registers a thread may use, 0 for as many as the compiler likes: fewer let more
         programs share a multiprocessor.

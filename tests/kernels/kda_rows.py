@@ -6,7 +6,7 @@ from typing import Any
 
 import aot
 from k3_kernels.kda_decode import KDADecodeConfig, verify_config
-from k3_kernels.kda_prefill import CHUNK, SUB, KDAPrefillConfig
+from k3_kernels.kda_prefill import CHUNK, HALF, KDAPrefillConfig
 from k3_kernels.kda_recover import KDARecoverConfig
 
 __all__ = ["kda_rows"]
@@ -16,11 +16,13 @@ CAPABILITIES = (90, 103)  # H200, B300
 
 _INTEGERS = ("slots", "accepted", "cu_seqlens", "final_slots", "boundary", "boundary_slots",
              "continued", "checkpoint", "checkpoint_slots")  # fmt: skip
-_FLOATS = ("taps", "A_log", "dt_bias", "norm", "state", "record_u", "u", "decay", "starts")
+_FLOATS = ("taps", "A_log", "dt_bias", "norm", "state", "record_u", "u", "decay", "starts",
+           "lengths")  # fmt: skip
 
 
 def _signature(pointers: str, strides: str, numbers: str) -> dict[str, str]:
     kinds = dict.fromkeys(_INTEGERS, "*i32") | dict.fromkeys(_FLOATS, "*fp32")
+    kinds["sums"] = "*fp16"
     signature = {f"{name}_ptr": kinds.get(name, "*bf16") for name in pointers.split()}
     signature |= {f"{name}_stride": "i32" for name in strides.split()}
     real = ("lower_bound", "scale", "norm_eps", "l2_eps")
@@ -60,7 +62,7 @@ def _decode(config: KDADecodeConfig, programs_per_sm: int) -> list[aot.Row]:
         "WIDTH": TAPS, "BOUNDED": True, "HAS_ACCEPTED": False,
         "DRAFT_SLOTS": False, "EARLY": config.early or config.block_v == HEAD_DIM,
         "PDL": config.pdl, "BLOCK_V": config.block_v, "CHUNK": config.chunk,
-        "STAGES": config.stages,
+        "STAGES": config.stages, "LOAD_POLICY": "", "STORE_POLICY": "",
     }  # fmt: skip
     return _rows(
         f"kda_decode-v{config.block_v}-w{config.num_warps}", "kda_decode_kernel",
@@ -95,7 +97,7 @@ def _recover(config: KDARecoverConfig, programs_per_sm: int, *, boundary: bool) 
         "D": HEAD_DIM, "conv_channel_stride": 1,
         "TOKENS": TOKENS, "BOUNDED": True, "HAS_BOUNDARY": boundary,
         "MOVE_WINDOW": True, "WIDTH": TAPS, "PDL": config.pdl, "BLOCK_V": config.block_v,
-        "SLICE": config.slice_v,
+        "SLICE": config.slice_v, "ROWS": config.num_warps, "AHEAD": config.ahead,
     }  # fmt: skip
     return _rows(
         f"kda_recover-v{config.block_v}" + ("-boundary" if boundary else ""), "kda_recover_kernel",
@@ -110,35 +112,42 @@ def _recover(config: KDARecoverConfig, programs_per_sm: int, *, boundary: bool) 
     )  # fmt: skip
 
 
-def _prefill(config: KDAPrefillConfig, programs_per_sm: int) -> list[aot.Row]:
-    shared = {"D": HEAD_DIM, "VARLEN": True, "CHECKPOINTS": True, "BLOCK_B": 8, "CHUNK": CHUNK}
+def _prefill(
+    config: KDAPrefillConfig, programs_per_sm: int, *, checkpoints: bool = False
+) -> list[aot.Row]:
+    shared = {"D": HEAD_DIM, "VARLEN": True, "BLOCK_B": 8, "CHUNK": CHUNK}
+    shared["CHECKPOINTS"] = checkpoints
     counts = "num_tokens num_sequences"
     rows = _rows(
         f"kda_prefill-prepare-k{config.block_k}", "kda_prefill_kernel", "kda_chunks_kernel",
         _signature(
-            "q k gate beta A_log dt_bias cu_seqlens checkpoint kqg kd solve scores decay",
+            "q k gate beta A_log dt_bias cu_seqlens checkpoint sums factors solve scores decay "
+            "lengths",
             "q k gate beta", f"{counts} lower_bound scale l2_eps",
         ),
         {
-            **shared, "BLOCK_K": config.block_k, "SUB": SUB, "OPERAND": "tl.bfloat16",
-            "TRIANGLE": "tl.float16",
+            **shared, "BLOCK_K": config.block_k, "HALF": HALF, "OPERAND": "tl.bfloat16",
+            "TRIANGLE": "tl.float16", "STAGES": config.chunk_stages,
         },
         config.chunk_warps, programs_per_sm=programs_per_sm, num_stages=1,
     )  # fmt: skip
     signature = _signature(
-        "out v decay state starts maps cu_seqlens slots continued checkpoint checkpoint_slots",
-        "out v state state_head", f"{counts} num_slots null_slot",
+        "out decay lengths state starts maps cu_seqlens slots continued checkpoint "
+        "checkpoint_slots",
+        "out state state_head", f"{counts} num_slots null_slot",
     )  # fmt: skip
     signature["continued_ptr"] = "*i8"
-    signature |= dict.fromkeys(("kqg", "kd"), f"tensordesc<bf16[{CHUNK}, {HEAD_DIM}]>")
+    signature["factors"] = f"tensordesc<bf16[{CHUNK}, {HEAD_DIM}]>"
     signature |= dict.fromkeys(("solve", "scores"), f"tensordesc<bf16[{CHUNK}, {CHUNK}]>")
+    signature["v"] = f"tensordesc<bf16[{CHUNK}, {config.block_v}]>"
     for survey in (False, True) if config.segments > 1 else (False,):
         constants = {
             **shared, "CONTINUED": True, "SEGMENTS": config.segments, "SURVEY": survey,
             "BLOCK_V": config.block_v, "STAGES": config.scan_stages,
         }  # fmt: skip
         rows += _rows(
-            f"kda_prefill-{'survey' if survey else 'walk'}-{config.segments}",
+            f"kda_prefill-{'survey' if survey else 'walk'}-{config.segments}"
+            + ("-checkpoints" if checkpoints else ""),
             "kda_prefill_kernel", "kda_scan_kernel", signature, constants, config.scan_warps,
         )  # fmt: skip
     if config.segments > 2:
@@ -146,10 +155,27 @@ def _prefill(config: KDAPrefillConfig, programs_per_sm: int) -> list[aot.Row]:
             "kda_prefill-starts", "kda_prefill_kernel", "kda_starts_kernel",
             {"starts_ptr": "*fp32"}
             | dict.fromkeys(("map_high", "map_low"), f"tensordesc<bf16[{HEAD_DIM}, {HEAD_DIM}]>"),
-            {"D": HEAD_DIM, "SEGMENTS": config.segments, "BLOCK_V": config.block_v},
+            {"D": HEAD_DIM, "SEGMENTS": config.segments, "BLOCK_V": config.block_v,
+             "STAGES": min(2, config.scan_stages)},
             config.scan_warps,
         )  # fmt: skip
     return rows
+
+
+def _prefill_rows() -> list[aot.Row]:
+    """Every launch as the release chooses it for Hopper, and with Blackwell's warps."""
+    rows = [
+        *_prefill(KDAPrefillConfig(32, 4, 0, 64, 4, 3, 5), 2),
+        *_prefill(KDAPrefillConfig(32, 4, 0, 64, 4, 2, 1), 1, checkpoints=True)[2:],
+        *_prefill(KDAPrefillConfig(32, 4, 0, 128, 8, 2, 1), 1)[2:],
+    ]
+    blackwell = [
+        *_prefill(KDAPrefillConfig(32, 4, 0, 64, 8, 2, 5), 2),
+        *_prefill(KDAPrefillConfig(32, 4, 0, 64, 8, 2, 1), 1, checkpoints=True)[2:],
+    ]
+    return [row for row in rows if row.capability == 90] + [
+        row for row in blackwell if row.capability == 103
+    ]
 
 
 def _conv() -> list[aot.Row]:
@@ -174,11 +200,10 @@ def kda_rows() -> list[aot.Row]:
         *_verify(verify, record=True, drafts=False),
         *_verify(verify, record=False, drafts=True),
         *_verify(verify, record=False, drafts=False),
-        *_recover(KDARecoverConfig(16, 16, 2, True), 4, boundary=False),
-        *_recover(KDARecoverConfig(64, 8, 1, True), 8, boundary=False),
+        *_recover(KDARecoverConfig(16, 16, 2, True), 5, boundary=False),
+        *_recover(KDARecoverConfig(32, 4, 2, True, 8), 4, boundary=False),
         *_recover(KDARecoverConfig(16, 16, 2, True), 3, boundary=True),
-        *_prefill(KDAPrefillConfig(16, 8, 0, 64, 4, 2, 4), 1),
-        *_prefill(KDAPrefillConfig(16, 8, 0, 64, 4, 2, 1), 1)[len(CAPABILITIES) :],
+        *_prefill_rows(),
         *_conv(),
     ]
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-__all__ = ["Mutant", "build", "use"]
+__all__ = ["CONTROL", "Mutant", "build", "first_failure", "use"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,22 @@ class Mutant:
 
     def __str__(self) -> str:
         return self.name
+
+
+#: No mistake at all: what the checks must accept when it is built the same way.
+CONTROL = Mutant("control", "from __future__ import annotations\n", "\n")
+
+
+def first_failure(
+    runs: Iterable[tuple[Callable[..., None], Any, dict[str, Any]]], device: str
+) -> str | None:
+    """Run checks, each with its case and options, up to the first that refuses; say which."""
+    for check, case, options in runs:
+        try:
+            check(case, device, **options)
+        except AssertionError as error:
+            return f"{case}: {error}"
+    return None
 
 
 def build(module: ModuleType, mutant: Mutant, folder: Path) -> ModuleType:

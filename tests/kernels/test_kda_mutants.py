@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import kda_decode_cases
 import kda_recover_cases
 import pytest
-from mutants import Mutant, use
+from mutants import CONTROL, Mutant, first_failure, use
 
 pytest.importorskip("triton", reason="running kernels needs Triton")
 
@@ -78,8 +80,10 @@ RECOVER = [
     Mutant("rejected-decays-too",
            "behind = tl.where(token < count,",
            "behind = tl.where(token < TOKENS,"),
-    Mutant("state-not-decayed", "state * behind[None, :] + written", "state + written"),
-    Mutant("keys-as-they-are", "normalised + (k[token] * inverse,)", "normalised + (k[token],)"),
+    Mutant("state-not-decayed", "state * behind[:, None, :] + written", "state + written"),
+    Mutant("keys-as-they-are",
+           "normalised + (k[token] * inverse[:, None],)",
+           "normalised + (k[token],)"),
     Mutant("window-not-moved", "load_columns(old_window, is_qkv, count - 1,",
            "load_columns(old_window, is_qkv, count - count,"),
     Mutant("boundary-gets-the-end",
@@ -99,20 +103,15 @@ RECOVER = [
 ORDER = (15, 0, 14, 5, 12, 10, 7)
 
 
-def first_failure(operator: str, device: str) -> str | None:
-    """Run the check over cases of the suite up to the first failure."""
+def _runs(operator: str) -> list[tuple[Callable[..., None], Any, dict[str, Any]]]:
     if operator == "kda_recover":
-        runs = [(kda_recover_cases.check, case, None) for case in kda_recover_cases.CASES[::-1]]
-    else:
-        cases = [kda_decode_cases.CASES[index] for index in ORDER]
-        runs = [(kda_decode_cases.check, case, None) for case in cases]
-        runs.append((kda_decode_cases.check, cases[1], KDADecodeConfig(8, 16, 1, 3)))
-    for check, case, config in runs:
-        try:
-            check(case, device, config=config)
-        except AssertionError as error:
-            return f"{case}: {error}"
-    return None
+        return [(kda_recover_cases.check, case, {}) for case in kda_recover_cases.CASES[::-1]]
+    cases = [kda_decode_cases.CASES[index] for index in ORDER]
+    in_slices = {"config": KDADecodeConfig(8, 16, 1, 3)}
+    return [
+        *((kda_decode_cases.check, case, {}) for case in cases),
+        (kda_decode_cases.check, cases[1], in_slices),
+    ]
 
 
 @pytest.mark.parametrize("mutant", DECODE, ids=str)
@@ -120,7 +119,7 @@ def test_decode_check_refuses(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     use("kda_decode", mutant, tmp_path, monkeypatch)
-    assert first_failure("kda_decode", device), f"the wrong kernel {mutant} passed"
+    assert first_failure(_runs("kda_decode"), device), f"the wrong kernel {mutant} passed"
 
 
 @pytest.mark.parametrize("mutant", RECOVER, ids=str)
@@ -128,13 +127,12 @@ def test_recover_check_refuses(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     use("kda_recover", mutant, tmp_path, monkeypatch)
-    assert first_failure("kda_recover", device), f"the wrong kernel {mutant} passed"
+    assert first_failure(_runs("kda_recover"), device), f"the wrong kernel {mutant} passed"
 
 
 @pytest.mark.parametrize("operator", ["kda_decode", "kda_recover"])
 def test_check_accepts_the_kernel_built_the_same_way(
     operator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    control = Mutant("control", "from __future__ import annotations\n", "\n")
-    use(operator, control, tmp_path, monkeypatch)
-    assert first_failure(operator, device) is None
+    use(operator, CONTROL, tmp_path, monkeypatch)
+    assert first_failure(_runs(operator), device) is None

@@ -35,7 +35,7 @@ def test_equals_the_recurrence(case: Case, device: str) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("segments", [2, 4])
 def test_walks_pieces_at_the_same_time(case: Case, segments: int, device: str) -> None:
-    check(case, device, config=KDAPrefillConfig(16, 4, 0, 32, 4, 2, segments))
+    check(case, device, config=KDAPrefillConfig(32, 4, 0, 32, 4, 2, segments))
 
 
 def test_in_two_calls_is_in_one(device: str) -> None:
@@ -129,7 +129,7 @@ def test_interpreter_refuses_bfloat16() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("config", [None, KDAPrefillConfig(16, 4, 0, 128, 8, 2, 3)], ids=str)
+@pytest.mark.parametrize("config", [None, KDAPrefillConfig(32, 4, 0, 128, 8, 2, 3)], ids=str)
 @pytest.mark.parametrize("heads", [12, 96])
 def test_released_shape(heads: int, config: KDAPrefillConfig | None, device: str) -> None:
     several = Case(
