@@ -114,12 +114,20 @@ def _kda() -> Iterator[Case]:
         )  # fmt: skip
 
 
+def _mla() -> Iterator[Case]:
+    for batch, length in ((1, 8192), (16, 8192), (1, 65536)):
+        for tokens in (1, 9):
+            sizes = {"heads": 12, "batch": batch, "tokens": tokens, "length": length}
+            yield Case("mla_decode", f"B={batch},T={tokens},L={length}", sizes)
+
+
 #: Every case, operator by operator.
 CASES: tuple[Case, ...] = (
     *_moe(),
     *_by_tokens("attnres8", {1: 1.6, 16: 1.6, 64: 1.5, 256: 1.25, 1024: 1.25, 8192: 1.25}),
     *_by_tokens("router", {1: 1.5, 16: 1.5, 64: 1.5, 256: 1.5, 8192: 2.5}),
     *_kda(),
+    *_mla(),
 )
 OPERATORS: tuple[str, ...] = tuple(dict.fromkeys(case.operator for case in CASES))
 
@@ -183,6 +191,8 @@ def expected_floor_us(case: Case) -> float:
         return floors.floor_us(floors.kda_decode_bytes(sizes["heads"], sizes["batch"]))
     if case.operator == "kda_recover":
         return floors.floor_us(floors.kda_recover_bytes(**sizes))
+    if case.operator == "mla_decode":
+        return floors.floor_us(floors.mla_decode_bytes(**sizes), floors.mla_decode_flops(**sizes))
     tokens = sum(case.lengths)
     return floors.floor_us(
         floors.kda_prefill_bytes(sizes["heads"], tokens, len(case.lengths)),

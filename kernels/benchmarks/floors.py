@@ -16,6 +16,8 @@ __all__ = [
     "HEAD_DIM",
     "HIDDEN",
     "LATENT",
+    "LATENT_RANK",
+    "ROPE",
     "attn_res_bytes",
     "expected_distinct_experts",
     "floor_us",
@@ -23,6 +25,8 @@ __all__ = [
     "kda_prefill_bytes",
     "kda_prefill_flops",
     "kda_recover_bytes",
+    "mla_decode_bytes",
+    "mla_decode_flops",
     "moe_bytes",
     "moe_flops",
     "router_bytes",
@@ -35,6 +39,8 @@ FLOP_RATE = 790e12
 
 #: Width of the residual stream, of the experts' latent space, and of a KDA head's key and value.
 HIDDEN, LATENT, HEAD_DIM = 7168, 3584, 128
+#: Values of a cached row of MLA: those that are key and value, and those that are key alone.
+LATENT_RANK, ROPE = 512, 64
 #: Tokens that the short convolution of KDA looks back.
 _CONV_WINDOW = 3
 _STATE_BYTES = HEAD_DIM * HEAD_DIM * 4
@@ -172,3 +178,28 @@ def kda_recover_bytes(heads: int, batch: int, accepted: int) -> int:
     139264
     """
     return batch * heads * (2 * _STATE_BYTES + accepted * HEAD_DIM * (4 + 2 + 2))
+
+
+def mla_decode_bytes(heads: int, batch: int, tokens: int, length: int) -> int:
+    """Return the bytes of attention over the latent cache: rows and queries read, outputs written.
+
+    All T tokens and all heads of a request share one read of its rows.
+
+    Examples
+    --------
+    >>> round(floor_us(mla_decode_bytes(12, 16, 1, 8192)), 1)
+    35.2
+    """
+    width = LATENT_RANK + ROPE
+    return 2 * batch * (length * width + tokens * heads * (width + LATENT_RANK))
+
+
+def mla_decode_flops(heads: int, batch: int, tokens: int, length: int) -> float:
+    """Return its operations: a score over 576 columns and a sum over 512, for each pair.
+
+    Examples
+    --------
+    >>> round(mla_decode_flops(12, 16, 9, 8192) / 1e9, 1)
+    30.8
+    """
+    return 2.0 * batch * tokens * heads * length * (2 * LATENT_RANK + ROPE)

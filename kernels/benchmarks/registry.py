@@ -30,6 +30,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "kda_decode": ("vllm_native", "vllm_triton_chain"),
     "kda_prefill": ("flash_kda", "vllm_triton", "fla"),
     "kda_recover": (),
+    "mla_decode": ("torch",),
 }
 
 

@@ -12,15 +12,20 @@ from __future__ import annotations
 
 from k3_kernels.attn_res import attn_res
 from k3_kernels.dispatch import Dispatch, dispatch
+from k3_kernels.few_rows import few_rows_linear
 from k3_kernels.finalize import finalize
+from k3_kernels.gating import sigmoid_mul, silu_and_mul, situ_and_mul
 from k3_kernels.kda_conv import kda_conv
 from k3_kernels.kda_decode import kda_decode
 from k3_kernels.kda_prefill import kda_prefill
 from k3_kernels.kda_records import KDARecords
 from k3_kernels.kda_recover import kda_recover
+from k3_kernels.mla_decode import mla_decode
 from k3_kernels.moe import moe_experts
 from k3_kernels.moe_weights import BF16Experts, MXFP4Experts, pack_mxfp4
+from k3_kernels.rotary import rotate_pairs
 from k3_kernels.routing import Routing, route
+from k3_kernels.row_norms import gated_norm, row_norm
 
 __all__ = [
     "BF16Experts",
@@ -30,12 +35,20 @@ __all__ = [
     "Routing",
     "attn_res",
     "dispatch",
+    "few_rows_linear",
     "finalize",
+    "gated_norm",
     "kda_conv",
     "kda_decode",
     "kda_prefill",
     "kda_recover",
+    "mla_decode",
     "moe_experts",
     "pack_mxfp4",
+    "rotate_pairs",
     "route",
+    "row_norm",
+    "sigmoid_mul",
+    "silu_and_mul",
+    "situ_and_mul",
 ]

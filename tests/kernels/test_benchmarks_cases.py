@@ -120,6 +120,8 @@ def test_moe_floors(
         (floors.kda_prefill_bytes(96, 8192, 8), 258),
         # 64 x 12 heads x (131,072 bytes of state + 8 tokens x 1024)
         (floors.kda_recover_bytes(12, 64, 8), 24.9),
+        # 16 x (8192 x 1152 bytes of rows + 108 x 2176 bytes of queries and outputs)
+        (floors.mla_decode_bytes(12, 16, 9, 8192), 36.0),
     ],
 )
 def test_floors_of_the_rest(moved: int, expected_us: float) -> None:
@@ -140,7 +142,8 @@ def test_the_slower_of_memory_and_arithmetic_is_the_floor() -> None:
         ("moe_mxfp4_ep8", "T=1", 8.2), ("moe_bf16_tp8", "T=64", 1179), ("attnres8", "T=1024", 41),
         ("moe_mxfp4_tp8", "T=8192", 1370), ("router", "T=8192", 7.07),
         ("kda_decode", "H=12,B=16", 6.14), ("kda_prefill", "H=12,8x1024", 32.2),
-        ("kda_recover", "K=8,B=64", 24.9),
+        ("kda_recover", "K=8,B=64", 24.9), ("mla_decode", "B=1,T=1,L=8192", 2.2),
+        ("mla_decode", "B=16,T=9,L=8192", 39.0),  # of arithmetic: 30.8 GFLOP
     ],
 )  # fmt: skip
 def test_expected_floors(operator: str, name: str, expected_us: float) -> None:
@@ -156,6 +159,9 @@ def test_a_case_says_what_its_name_abbreviates() -> None:
             count, length = map(int, shape.split("x"))
             assert heads == f"H={case.sizes['heads']}"
             assert case.lengths == (length,) * count
+        elif case.operator == "mla_decode":
+            batch, tokens, length = (case.sizes[name] for name in ("batch", "tokens", "length"))
+            assert case.name == f"B={batch},T={tokens},L={length}"
         elif case.operator.startswith("kda"):
             assert case.name.endswith(f"B={case.sizes['batch']}")
         else:

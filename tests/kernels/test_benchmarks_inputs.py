@@ -10,10 +10,19 @@ import pytest
 import torch
 from benchmarks import inputs, timing
 from benchmarks.cases import Case, MoeRank
-from benchmarks.inputs import attn_res, kda_decode, kda_prefill, kda_recover, moe, router, routings
+from benchmarks.inputs import (
+    attn_res,
+    kda_decode,
+    kda_prefill,
+    kda_recover,
+    mla_decode,
+    moe,
+    router,
+    routings,
+)
 from benchmarks.peers import torch_peers
 
-from kimik3_lab.reference import kda, mxfp4, residuals
+from kimik3_lab.reference import kda, mla, mxfp4, residuals
 from kimik3_lab.reference import moe as reference_moe
 from kimik3_lab.reference.norms import rms_norm
 
@@ -23,7 +32,7 @@ GENERATOR = torch.Generator().manual_seed(7)
 
 @pytest.fixture(autouse=True)
 def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attn_res, kda_decode, kda_prefill, kda_recover, moe, router):
+    for module in (attn_res, kda_decode, kda_prefill, kda_recover, mla_decode, moe, router):
         monkeypatch.setattr(module, "input_sets", lambda *_, **__: 2)
 
 
@@ -214,6 +223,30 @@ def test_kda_recover_reference() -> None:
 
     assert problem.error(lab) < 1e-6
     assert problem.error(lambda index: lab(index, 2)) > problem.tolerance
+
+
+def test_mla_decode_reference() -> None:
+    """With the identity for ``kv_b`` of one head, expanded attention is absorbed attention."""
+    sizes = {"heads": 1, "batch": 2, "tokens": 3, "length": 70}
+    problem = mla_decode.MlaDecodeProblem(Case("mla_decode", "", sizes), GENERATOR)
+    identity = torch.eye(512, dtype=torch.float64)
+
+    def lab(index: int, causal: bool = True) -> torch.Tensor:
+        outs = []
+        for table, q_latent, q_pe in zip(
+            problem.tables[index], problem.q_latent[index].split(3), problem.q_pe[index].split(3),
+            strict=True,
+        ):  # fmt: skip
+            rows = problem.pool[table.long()].flatten(0, 1)[:70].double()
+            q = torch.cat((q_latent, q_pe), -1).double()
+            kv_b = torch.cat((identity, identity))
+            outs.append(mla.absorbed(q, rows, kv_b, scale=192**-0.5, causal=causal))
+        return torch.cat(outs)
+
+    assert problem.error(lab) < 1e-9
+    assert problem.error(lambda index: lab(index, causal=False)) > problem.tolerance
+    (torch_alone,) = [one for one in torch_peers.ADAPTERS if "mla_decode" in one.operators]
+    assert problem.error(torch_alone.prepare(problem)) < 2 * problem.tolerance
 
 
 def test_rotation_outlasts_the_cache() -> None:

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.cases import Case, MoeRank
-from benchmarks.inputs import attn_res, kda_decode, kda_prefill, kda_recover, moe, router
+from benchmarks.inputs import (
+    attn_res,
+    kda_decode,
+    kda_prefill,
+    kda_recover,
+    mla_decode,
+    moe,
+    router,
+)
 from benchmarks.ours import moe as our_moe
 from benchmarks.ours import operators
 
@@ -17,6 +25,7 @@ CASES = {
     "kda_decode": Case("kda_decode", "H=2,B=3", {"heads": 2, "batch": 3}),
     "kda_prefill": Case("kda_prefill", "H=1,2x40", {"heads": 1}, lengths=(40, 40)),
     "kda_recover": Case("kda_recover", "", {"heads": 2, "batch": 2, "accepted": 3}),
+    "mla_decode": Case("mla_decode", "", {"heads": 3, "batch": 2, "tokens": 2, "length": 70}),
     "moe_mxfp4_tp8": Case("moe_mxfp4_tp8", "T=5", {"tokens": 5}),
     "moe_bf16_tp8": Case("moe_bf16_tp8", "T=5", {"tokens": 5}),
 }
@@ -26,6 +35,7 @@ PROBLEMS = {
     "kda_decode": kda_decode.KdaDecodeProblem,
     "kda_prefill": kda_prefill.KdaPrefillProblem,
     "kda_recover": kda_recover.KdaRecoverProblem,
+    "mla_decode": mla_decode.MlaDecodeProblem,
 }
 
 
@@ -49,7 +59,7 @@ def _float32(problem: Any) -> None:
 def test_ours_is_called_rightly(
     operator: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (attn_res, kda_decode, kda_prefill, kda_recover, moe, router):
+    for module in (attn_res, kda_decode, kda_prefill, kda_recover, mla_decode, moe, router):
         monkeypatch.setattr(module, "input_sets", lambda *_, **__: 2)
     monkeypatch.setattr(moe, "RANKS", {"tp8": MoeRank(6, 64, 2)})
     monkeypatch.setattr(moe, "LATENT", 128)

@@ -13,7 +13,9 @@ import aot
 import baseline
 import pytest
 from attn_res_rows import attn_res_rows
+from decode_rows import decode_rows
 from kda_rows import kda_rows
+from mla_rows import mla_rows
 from moe_rows import moe_rows
 from routing_rows import dispatch_rows, finalize_rows, routing_rows
 
@@ -28,6 +30,14 @@ ROWS = [
     *finalize_rows(),
     *moe_rows(),
     *kda_rows(),
+    *decode_rows(),
+    *mla_rows(),
+]
+
+#: Rows whose products are large enough for a warp group.
+LARGE = [
+    *(row for row in kda_rows() if "prefill" in row.name),
+    *(row for row in mla_rows() if "T9" in row.name),
 ]
 
 
@@ -79,8 +89,8 @@ def test_uses_the_large_matrix_instruction(row: aot.Row, reports: dict[str, aot.
     assert used == {expected}
 
 
-@pytest.mark.parametrize("row", [r for r in kda_rows() if "prefill" in r.name], ids=str)
-def test_prefill_uses_the_large_matrix_instruction(
+@pytest.mark.parametrize("row", LARGE, ids=str)
+def test_prefill_and_attention_use_the_large_matrix_instruction(
     row: aot.Row, reports: dict[str, aot.Report]
 ) -> None:
     if not reports[str(row)].opcodes:

@@ -24,6 +24,7 @@ from kimik3_lab.serving.executors import triton_moe
 from kimik3_lab.serving.executors.execution import ExecutionConfig
 from kimik3_lab.serving.executors.step_counters import StepCounters
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
+from kimik3_lab.serving.executors.triton_linear import Skinny
 from kimik3_lab.serving.executors.triton_moe import TritonMoE
 from kimik3_lab.serving.presets import MAIN_2026_09_13, V0_27_1
 
@@ -31,11 +32,11 @@ MOST_DEFERRED = 128
 
 
 class Spy:
-    """Who normalises the sum over a token's experts: the kernel that takes it, or PyTorch."""
+    """Who normalises the sum over a token's experts: the kernel that takes it, or one more."""
 
     def __init__(self) -> None:
         self.by_finalize: list[bool] = []
-        self.by_torch = 0
+        self.afterwards = 0
 
 
 @pytest.fixture
@@ -49,6 +50,13 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spy]:
         return original(*arguments, norm_weight=norm_weight, **options)
 
     monkeypatch.setattr(module, "finalize", finalize)
+    norm = triton_moe.row_norm
+
+    def row_norm(*arguments, **options):
+        watched.afterwards += 1
+        return norm(*arguments, **options)
+
+    monkeypatch.setattr(triton_moe, "row_norm", row_norm)
     return watched
 
 
@@ -57,20 +65,17 @@ def layer(device: str) -> LatentMoE:
     return model.model.layers[1].block_sparse_moe
 
 
-def watch_norm(moe: LatentMoE, spy: Spy) -> None:
-    def count(*_: object) -> None:
-        spy.by_torch += 1
-
-    moe.routed_expert_norm.register_forward_hook(count)
+def products() -> Skinny:
+    return Skinny(enabled=False, counters=StepCounters())
 
 
 class AskedTooEarly(TritonMoE):
     """The bug: whether to defer is decided before there are experts to ask."""
 
-    def __init__(self, moe, config, *, deferred_finalize, counters) -> None:
+    def __init__(self, moe, config, *, deferred_finalize, skinny) -> None:
         self.experts = None
         early = deferred_finalize and self.experts is not None
-        super().__init__(moe, config, deferred_finalize=early, counters=counters)
+        super().__init__(moe, config, deferred_finalize=early, skinny=skinny)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 9])
@@ -81,17 +86,16 @@ def test_known_bug_53327_the_kernel_takes_the_norm_along(
     moe = layer(device)
     hidden = torch.randn(num_tokens, 64, device=device)
     expected = moe(hidden)
-    watch_norm(moe, spy)
-    ours = TritonMoE(moe, moe.gate.config, deferred_finalize=deferred, counters=StepCounters())
+    ours = TritonMoE(moe, moe.gate.config, deferred_finalize=deferred, skinny=products())
     torch.testing.assert_close(ours(hidden), expected, rtol=1e-4, atol=1e-4)
-    assert (spy.by_finalize, spy.by_torch) == ([deferred], not deferred)
+    assert (spy.by_finalize, spy.afterwards) == ([deferred], not deferred)
 
 
 def test_known_bug_53327_is_seen_although_the_output_is_right(spy: Spy, device: str) -> None:
     moe = layer(device)
     hidden = torch.randn(2, 64, device=device)
     expected = moe(hidden)
-    wrong = AskedTooEarly(moe, moe.gate.config, deferred_finalize=True, counters=StepCounters())
+    wrong = AskedTooEarly(moe, moe.gate.config, deferred_finalize=True, skinny=products())
     torch.testing.assert_close(wrong(hidden), expected, rtol=1e-4, atol=1e-4)
     assert spy.by_finalize == [False]
 
@@ -106,7 +110,7 @@ def test_known_bug_53327_every_number_of_tokens_is_deferred(
     executor = TorchExecutor(
         model, CacheConfig(num_blocks=9), 2, backend="triton", execution=execution
     )
-    layers = list(executor._compute._moe.values())
+    layers = list(executor.compute.moe_layers)
     assert len(layers) == 3
     calls: list[bool] = []
 
@@ -115,12 +119,12 @@ def test_known_bug_53327_every_number_of_tokens_is_deferred(
         return x
 
     monkeypatch.setattr(triton_moe, "moe_experts", experts)
+    norms: list[bool] = []
     monkeypatch.setattr(triton_moe, "route", lambda logits, *_, **__: (logits, logits))
-    spies = [Spy() for _ in layers]
-    for moe, watched in zip(layers, spies, strict=True):
-        watch_norm(moe.moe, watched)
+    monkeypatch.setattr(triton_moe, "situ_and_mul", lambda *_, **__: None)
+    monkeypatch.setattr(triton_moe, "row_norm", lambda *_, **__: norms.append(True))
     for num_tokens in range(1, MOST_DEFERRED + 1):
         for moe in layers:
             moe(torch.zeros(num_tokens, 64, device=device))
     assert calls == [deferred] * (3 * MOST_DEFERRED)
-    assert [watched.by_torch for watched in spies] == [0 if deferred else MOST_DEFERRED] * 3
+    assert len(norms) == (0 if deferred else 3 * MOST_DEFERRED)

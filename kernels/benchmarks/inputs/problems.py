@@ -17,6 +17,7 @@ from benchmarks.inputs.attn_res import AttnResProblem
 from benchmarks.inputs.kda_decode import KdaDecodeProblem
 from benchmarks.inputs.kda_prefill import KdaPrefillProblem
 from benchmarks.inputs.kda_recover import KdaRecoverProblem
+from benchmarks.inputs.mla_decode import MlaDecodeProblem
 from benchmarks.inputs.moe import MoeProblem, MoeWeights
 from benchmarks.inputs.router import RouterProblem
 
@@ -28,6 +29,7 @@ _PROBLEMS = {
     "kda_decode": KdaDecodeProblem,
     "kda_prefill": KdaPrefillProblem,
     "kda_recover": KdaRecoverProblem,
+    "mla_decode": MlaDecodeProblem,
 }
 
 

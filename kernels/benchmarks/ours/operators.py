@@ -19,6 +19,7 @@ from benchmarks.inputs.kda import GATE_LOWER_BOUND, NORM_EPS
 from benchmarks.inputs.kda_decode import KdaDecodeProblem
 from benchmarks.inputs.kda_prefill import KdaPrefillProblem
 from benchmarks.inputs.kda_recover import KdaRecoverProblem
+from benchmarks.inputs.mla_decode import SCALE, MlaDecodeProblem
 from benchmarks.inputs.router import TOP_K, RouterProblem
 
 __all__ = ["ADAPTERS", "operator"]
@@ -125,10 +126,24 @@ def _kda_recover(problem: KdaRecoverProblem) -> Call:
     return call
 
 
+def _mla_decode(problem: MlaDecodeProblem) -> Call:
+    mla_decode = operator("mla_decode", "mla_decode")
+
+    def call(index: int) -> Tensor:
+        result: Tensor = mla_decode(
+            problem.q_latent[index], problem.q_pe[index], problem.pool, problem.tables[index],
+            problem.lengths, scale=SCALE,
+        )  # fmt: skip
+        return result
+
+    return call
+
+
 ADAPTERS = (
     Adapter("ours", ("attnres8",), _find("attn_res", "attn_res"), _attn_res),
     Adapter("ours", ("router",), _find("routing", "route"), _route),
     Adapter("ours", ("kda_decode",), _find("kda_decode", "kda_decode"), _kda_decode),
     Adapter("ours", ("kda_prefill",), _find("kda_prefill", "kda_prefill"), _kda_prefill),
     Adapter("ours", ("kda_recover",), _find("kda_recover", "kda_recover"), _kda_recover),
+    Adapter("ours", ("mla_decode",), _find("mla_decode", "mla_decode"), _mla_decode),
 )

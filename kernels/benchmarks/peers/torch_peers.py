@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.adapter import Absent, Adapter, Call
+from benchmarks.floors import LATENT_RANK
 from benchmarks.inputs.attn_res import EPS, AttnResProblem
+from benchmarks.inputs.mla_decode import SCALE, MlaDecodeProblem
 from benchmarks.inputs.moe import MoeProblem, situ
 from benchmarks.inputs.router import TOP_K, RouterProblem
 from benchmarks.peers import native
@@ -82,8 +84,31 @@ def _prepare_router(problem: RouterProblem) -> Call:
     return call
 
 
+def _prepare_mla_decode(problem: MlaDecodeProblem) -> Call:
+    """Gather the rows; then two products, all tokens and heads of a request together."""
+    tables = [table.long() for table in problem.tables]
+    queries = [
+        torch.cat(both, -1).view(problem.batch, problem.tokens * problem.heads, -1)
+        for both in zip(problem.q_latent, problem.q_pe, strict=True)
+    ]
+    hidden = None
+    if problem.tokens > 1:
+        hidden = problem.hidden().repeat_interleave(problem.heads, 0)
+
+    def call(index: int) -> Tensor:
+        rows = problem.pool[tables[index]].flatten(1, 2)[:, : problem.length]
+        scores = torch.bmm(queries[index], rows.mT) * SCALE
+        if hidden is not None:
+            scores = scores.masked_fill_(hidden, -torch.inf)
+        shares = scores.softmax(-1)
+        return torch.bmm(shares, rows[..., :LATENT_RANK]).view(-1, problem.heads, LATENT_RANK)
+
+    return call
+
+
 ADAPTERS = (
     Adapter("torch_grouped_mm", ("moe_bf16_tp8", "moe_bf16_ep8"), _find_grouped, _prepare_grouped),
     Adapter("torch", ("attnres8",), _find, _prepare_attn_res),
     Adapter("torch", ("router",), _find, _prepare_router),
+    Adapter("torch", ("mla_decode",), _find, _prepare_mla_decode),
 )

@@ -1,0 +1,67 @@
+"""Rotary position embedding of neighbouring pairs, in place: K3's drafter has it, K3 has not.
+
+Needs PyTorch; Triton when it runs. Lesson 10 uses it inside the drafter.
+
+Cosines and sines are handed in: five draft layers, queries and keys share them, and they are taken
+in float64 once for a step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
+
+__all__ = ["rotate_pairs"]
+
+
+def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate channel pairs (0, 1), (2, 3), ... of every head.
+
+    Parameters
+    ----------
+    x
+        ``[T, H, P]``, changed in place; rows and heads may be any distance apart.
+    cos, sin
+        float32 ``[T, P / 2]``, contiguous: of the angle of each token and pair.
+
+    Returns
+    -------
+    Tensor
+        ``x``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; the message names it. The interpreter refuses bfloat16.
+    ImportError, RuntimeError
+        If Triton is missing or cannot run here.
+
+    Examples
+    --------
+    >>> device = "cuda" if torch.cuda.is_available() else "cpu"
+    >>> x = torch.tensor([[[1.0, 0.0]]], device=device)
+    >>> zero, one = torch.zeros(1, 1, device=device), torch.ones(1, 1, device=device)
+    >>> rotate_pairs(x, zero, one).tolist()
+    [[[0.0, 1.0]]]
+    """
+    if not isinstance(x, torch.Tensor) or x.ndim != 3 or x.shape[2] % 2:
+        got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ValueError(f"k3_kernels.rotary: x must be a tensor [T, H, P] with even P, got {got}")
+    tokens, heads, width = x.shape
+    check_tensor("rotary", "x", x, (tokens, heads, width), like=x, output=True)
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        check_tensor("rotary", name, tensor, (tokens, width // 2), like=x, same_dtype=False)
+        if not tensor.is_contiguous():
+            raise ValueError(f"k3_kernels.rotary: {name} must be contiguous, call .contiguous()")
+    if not x.numel():
+        return x
+    kernels = load_kernels("rotary")
+    check_runs_here("rotary", kernels.rotate_kernel, x, cos, sin)
+    with on_device(x):
+        kernels.rotate_kernel[(tokens,)](
+            x, cos, sin, x.stride(0), x.stride(1), HEADS=heads, PAIRS=width // 2,
+            BLOCK_H=1 << (heads - 1).bit_length(), BLOCK_P=1 << (width // 2 - 1).bit_length(),
+            COMPUTE=kernels.tl.float32, num_warps=1,
+        )  # fmt: skip
+    return x
