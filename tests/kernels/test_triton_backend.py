@@ -28,8 +28,9 @@ from kimik3_lab.serving.executors.paged_mixer import PagedMixer
 from kimik3_lab.serving.executors.step_counters import StepCounters
 from kimik3_lab.serving.executors.step_metadata import Segment, StateRows, StepMetadata
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
+from kimik3_lab.serving.executors.triton_linear import Skinny
 from kimik3_lab.serving.executors.triton_mixer import KdaWeights, TritonMixer
-from kimik3_lab.serving.executors.triton_model import TritonK3, TritonStream
+from kimik3_lab.serving.executors.triton_model import TritonK3, TritonKda, TritonStream
 from kimik3_lab.serving.executors.triton_moe import TritonMoE, pack_experts
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -95,10 +96,11 @@ def test_the_experts_layer(kind: str, deferred: bool, device: str) -> None:
     if kind == "mxfp4":
         on_the_grid(moe)
     counters = StepCounters()
-    ours = TritonMoE(moe, config, deferred_finalize=deferred, counters=counters)
+    skinny = Skinny(enabled=deferred, counters=counters)
+    ours = TritonMoE(moe, config, deferred_finalize=deferred, skinny=skinny)
     hidden = normal(1, 5, 64, device=device)
     torch.testing.assert_close(ours(hidden), moe(hidden), **CLOSE)
-    assert counters.launches == (2 if deferred else 3)
+    assert counters.launches == (6 if deferred else 7)
 
 
 def test_experts_off_the_grid_are_not_packed(device: str) -> None:
@@ -148,6 +150,10 @@ class Pair:
         kda = [model.model.layers[i].self_attn for i in config.kda_layer_ids]
         weights = {layer.layer_id: KdaWeights.of(layer) for layer in kda}
         self.model, self.layers, self.groups = model, kda, caches[0].num_state_groups
+        skinny = Skinny(enabled=True, counters=caches[1].counters)
+        self.fused = {
+            layer.layer_id: TritonKda(SimpleNamespace(self_attn=layer), skinny) for layer in kda
+        }
         self.theirs = PagedMixer(config, caches[0], execution)
         self.ours = TritonMixer(config, caches[1], weights, execution)
         self.size = 1 + caches[0].num_scratch
@@ -175,8 +181,7 @@ class Pair:
         for layer in self.layers:
             self.seed += 1
             x = normal(self.seed, total, 64, device=str(self.model.device))
-            holder = SimpleNamespace(self_attn=layer)
-            out = TritonK3._attention(holder, x, self.ours)
+            out = self.fused[layer.layer_id](x, self.ours)
             torch.testing.assert_close(out, layer(x, self.theirs), **CLOSE)
         self.compare()
 

@@ -235,7 +235,7 @@ class ExecutorWorld:
 
     def _fail(self, when: str) -> None:
         executor = self.executor
-        execute, attend = executor.execute_model, executor._mixer.mla
+        execute, attend = executor.execute_model, executor.mixer.mla
 
         def fail(*arguments: Any) -> Any:
             raise RuntimeError("made to fail")
@@ -245,7 +245,7 @@ class ExecutorWorld:
             fail()
 
         if when == "inside":  # KDA states are written by then
-            executor._mixer.mla = fail  # type: ignore[method-assign]
+            executor.mixer.mla = fail  # type: ignore[method-assign]
         else:
             failing = fail if when == "before" else execute_and_fail
             executor.execute_model = failing  # type: ignore[method-assign]
@@ -255,7 +255,7 @@ class ExecutorWorld:
                     self._book(news)
         finally:
             executor.execute_model = execute  # type: ignore[method-assign]
-            executor._mixer.mla = attend  # type: ignore[method-assign]
+            executor.mixer.mla = attend  # type: ignore[method-assign]
             self._raised.clear()
         self.counts["failed"] = self.engine.stats().num_failed_steps
 

@@ -47,9 +47,9 @@ class Run:
         self.graphs: DecodeGraphs | None = None
         if graphs:
             self.graphs = DecodeGraphs(
-                self.executor._compute, self.executor.cache, recorder=repeat, max_graphs=max_graphs
+                self.executor.compute, self.executor.cache, recorder=repeat, max_graphs=max_graphs
             )
-            self.executor._compute = self.graphs
+            self.executor.compute = self.graphs
         self.engine = Engine(Scheduler(SchedulerConfig(4, 96, 128, **config), cache), self.executor)
 
     def generate(self, max_tokens: int = 12) -> list[list[int]]:

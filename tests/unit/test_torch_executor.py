@@ -187,14 +187,14 @@ def test_a_step_that_fails_inside_the_model_leaves_a_working_engine(
 ) -> None:
     engine = make_engine(model, seqs=2, budget=40)
     executor = engine.executor
-    original, calls = executor._mixer.mla, iter(range(1000))
+    original, calls = executor.mixer.mla, iter(range(1000))
 
     def mla_that_fails(*args: object) -> torch.Tensor:
         if next(calls) == 7:  # in the second of the two MLA layers of the fourth step
             raise RuntimeError("no memory")
         return original(*args)
 
-    monkeypatch.setattr(executor._mixer, "mla", mla_that_fails)
+    monkeypatch.setattr(executor.mixer, "mla", mla_that_fails)
     with caplog.at_level(logging.CRITICAL, logger="kimik3_lab"):
         params = SamplingParams(MAX_TOKENS)
         results = engine.generate(prompts, params, progress=False)

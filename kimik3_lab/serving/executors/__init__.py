@@ -34,6 +34,7 @@ __all__ = [
     "step_layout",
     "step_metadata",
     "torch_executor",
+    "triton_attention",
     "triton_mixer",
     "triton_model",
     "triton_moe",

@@ -5,20 +5,20 @@ Needs torch; recording needs a CUDA device. Lesson 10 turns the switch.
 A step of few tokens is over before the processor has asked for its next kernel: some hundreds of
 launches of a few microseconds each. A CUDA graph is recorded once and started with one launch. But
 it repeats the same kernels on the same addresses, so everything that differs from step to step has
-to lie in buffers of its own, which are filled before each replay; and what decides shapes has to be
-the same: the number of requests, the tokens of each, and the length of the contexts, which are
-padded to a power of two. Each combination gets a graph when it first occurs. vLLM records graphs at
-start-up, for a list of batch sizes (``vllm/v1/worker/gpu/cudagraph_utils.py``).
+to lie in a buffer of its own, which is filled before each replay; and what decides shapes has to be
+the same: the number of requests, which are filled up with empty ones to a power of two, the tokens
+of each, and the length of the contexts, of which a power of two is the bound. Each combination gets
+a graph when it first occurs. vLLM records graphs at start-up, for a list of batch sizes
+(``vllm/v1/worker/gpu/cudagraph_utils.py``).
 
 Steps with a prompt in them, or with requests of several numbers of drafts, are computed as always.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import NamedTuple, Protocol
 
@@ -27,13 +27,35 @@ from torch import Tensor
 
 from kimik3_lab.serving.executors.paged_cache import PagedCache
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
+from kimik3_lab.serving.executors.pinned import to_device
 from kimik3_lab.serving.executors.step_counters import StepCounters
-from kimik3_lab.serving.executors.step_metadata import Context, Decodes, StepMetadata
+from kimik3_lab.serving.executors.step_metadata import (
+    Decodes,
+    Segment,
+    StateRows,
+    StepMetadata,
+    step_numbers,
+)
 
-__all__ = ["CudaRecorder", "DecodeGraphs", "Recorder"]
+__all__ = ["AfterForward", "CudaRecorder", "DecodeGraphs", "Recorder", "Recording", "padded_size"]
 
 #: Contexts are padded to at least this many rows.
 _SHORTEST = 64
+
+
+#: Told of taps and step inside the recording: what a drafter keeps of a step is recorded with it.
+AfterForward = Callable[[dict[int, Tensor | None], StepMetadata], None]
+
+
+def padded_size(number: int) -> int:
+    """Return the requests of the graph that serves ``number``: the next power of two.
+
+    Examples
+    --------
+    >>> [padded_size(n) for n in (1, 2, 3, 9)]
+    [1, 2, 4, 16]
+    """
+    return 1 << (number - 1).bit_length()
 
 
 class Recorder(Protocol):
@@ -80,70 +102,68 @@ class CudaRecorder:
 
 
 class _Shape(NamedTuple):
-    """What decides the shapes of a step: requests, rows of each, padded context, tapped layers."""
+    """What decides shapes: requests, rows of each, bound of the contexts, tapped layers."""
 
     num_requests: int
     num_tokens: int
-    length: int
+    bound: int
     taps: tuple[int, ...]
 
 
-class _Recorded:
-    """One graph with its buffers."""
+class Recording:
+    """One graph with its buffer: ``replay()`` computes the step that was filled in last."""
 
-    def __init__(self, step: StepMetadata, shape: _Shape) -> None:
-        (part,) = step.parts
-        assert isinstance(part, Decodes)
-        self.shape = shape
-        self.token_ids = torch.zeros_like(step.positions)
+    def __init__(self, cache: PagedCache, shape: _Shape, like: Segment) -> None:
+        self.cache, self.shape = cache, shape
+        self.num_rows = shape.num_requests * shape.num_tokens
+        #: A request that is not there: its row of the block table names null blocks only.
+        self.empty = Segment(
+            cache.padding_slot,
+            0,
+            shape.num_tokens,
+            shape.num_tokens - 1,
+            [StateRows([-1] * len(states.rows)) for states in like.states],
+        )
+        self.segments = [self.empty] * shape.num_requests
+        numbers = step_numbers([0] * self.num_rows, self.segments)
+        self.numbers = torch.tensor(numbers, dtype=torch.int64, device=cache.conv.device)
         self.logits: Tensor | None = None
+        self.best: Tensor | None = None
         self.taps: dict[int, Tensor | None] = dict.fromkeys(shape.taps)
         self.cost = StepCounters()
         self.replay: Callable[[], None] | None = None
-        size = (shape.num_requests, shape.length)
-        hidden = (shape.num_requests, shape.num_tokens, shape.length)
-        self.part = dataclasses.replace(
-            part,
-            state_rows=tuple(torch.full_like(rows, -1) for rows in part.state_rows),
-            num_accepted=torch.ones_like(part.num_accepted),
-            contexts=[
-                [
-                    Context(
-                        part.rows,
-                        contexts[0].cells.new_zeros(size),
-                        torch.zeros(hidden, dtype=torch.bool, device=step.positions.device),
-                    )
-                ]
-                for contexts in part.contexts
-            ],
-        )
-        #: The step that the recorded kernels read.
-        self.step = copy.copy(step)
-        self.step.parts = [self.part]
-        self.step.positions = torch.zeros_like(step.positions)
-        self.step.cell_mapping = torch.zeros_like(step.cell_mapping)
-        self.step.records = {}
+        self.step = self.new_step()
 
-    def fill(self, token_ids: Tensor, step: StepMetadata) -> None:
-        """Copy what differs from step to step into the buffers."""
-        (part,) = step.parts
-        assert isinstance(part, Decodes)
-        self.token_ids.copy_(token_ids)
-        self.step.positions.copy_(step.positions)
-        self.step.cell_mapping.copy_(step.cell_mapping)
-        self.part.num_accepted.copy_(part.num_accepted)
-        for rows, new in zip(self.part.state_rows, part.state_rows, strict=True):
-            rows.copy_(new)
-        for (ours,), (theirs,) in zip(self.part.contexts, part.contexts, strict=True):
-            length = theirs.cells.shape[-1]
-            ours.cells[:, :length] = theirs.cells
-            ours.cells[:, length:] = 0
-            assert ours.hidden is not None
-            if theirs.hidden is None:
-                ours.hidden[..., :length] = False
-            else:
-                ours.hidden[..., :length] = theirs.hidden
-            ours.hidden[..., length:] = True
+    def new_step(self) -> StepMetadata:
+        """Take the buffer apart; what is worked out on the way is recorded, too."""
+        return StepMetadata(self.cache, self.segments, numbers=self.numbers, bound=self.shape.bound)
+
+    def fill_packed(self, token_ids: Sequence[int], segments: Sequence[Segment]) -> None:
+        """Send all integers of a step in one copy."""
+        missing = self.shape.num_requests - len(segments)
+        numbers = step_numbers(
+            [*token_ids, *[0] * (missing * self.shape.num_tokens)],
+            [*segments, *[self.empty] * missing],
+        )
+        to_device(numbers, out=self.numbers)
+
+    def fill_eagerly(self, token_ids: Tensor, step: StepMetadata) -> None:
+        """Copy each tensor of a step to its place."""
+        (part,), (ours,) = step.parts, self.step.parts
+        assert isinstance(part, Decodes) and isinstance(ours, Decodes)
+        if len(part.slots) < self.shape.num_requests:
+            self.fill_packed([], [])
+        self.numbers[: len(token_ids)].copy_(token_ids)
+        pairs = [
+            (self.step.positions, step.positions),
+            (self.step.row_slots, step.row_slots),
+            (ours.slots, part.slots),
+            (ours.starts, part.starts),
+            (ours.num_accepted, part.num_accepted),
+            *zip(ours.state_rows, part.state_rows, strict=True),
+        ]
+        for target, source in pairs:
+            target[: len(source)].copy_(source)
 
 
 class DecodeGraphs:
@@ -161,11 +181,18 @@ class DecodeGraphs:
         A :class:`CudaRecorder` if left out.
     max_graphs : int
         Graphs to keep; the one that was not used for the longest time is dropped for a new one.
+    after : callable, optional
+        Called after the forward pass of every step that is recorded, inside the recording.
 
     Attributes
     ----------
+    shortest : int
+        Contexts are bounded by at least this: more means fewer recordings.
     num_recordings, num_replays : int
         Graphs made, and steps that one was replayed for.
+    best : Tensor or None
+        For the rows of the last replay the most probable token, -1 where the logits are not finite;
+        None after a step that was not replayed.
     """
 
     def __init__(
@@ -175,13 +202,17 @@ class DecodeGraphs:
         *,
         recorder: Recorder | None = None,
         max_graphs: int = 64,
+        after: AfterForward | None = None,
     ) -> None:
-        self._compute, self._cache = compute, cache
-        self._recorder = recorder or CudaRecorder()
+        self.compute, self._cache = compute, cache
+        self.recorder = recorder or CudaRecorder()
         self._max_graphs = max_graphs
-        self._graphs: OrderedDict[_Shape, _Recorded] = OrderedDict()
+        self._graphs: OrderedDict[_Shape, Recording] = OrderedDict()
+        self.after = after
+        self.shortest = _SHORTEST
         self.num_recordings = 0
         self.num_replays = 0
+        self.best: Tensor | None = None
 
     def __call__(
         self,
@@ -191,64 +222,122 @@ class DecodeGraphs:
         logits_at: Tensor | None = None,
         taps: dict[int, Tensor | None] | None = None,
     ) -> Tensor:
-        """Compute a step.
+        """Compute a step whose metadata are on the device, in ``mixer.step``.
 
-        After a replay ``mixer.step`` is the recorded step, which holds the same numbers. Logits and
-        taps are the graph's own and stay as they are until the next call.
+        After a replay ``mixer.step`` is the recorded step, which holds the same numbers and perhaps
+        empty requests behind them. Logits and taps are the graph's own and stay as they are until
+        the next call.
         """
-        shape = self._shape(mixer.step, logits_at, taps)
+        self.best = None
+        count = None if logits_at is None else len(logits_at)
+        shape = self._shape(mixer.step.segments, count, taps)
         if shape is None:
-            return self._compute(token_ids, mixer, logits_at=logits_at, taps=taps)
-        recorded, step = self._graphs.get(shape), mixer.step
+            return self.compute(token_ids, mixer, logits_at=logits_at, taps=taps)
+        step = mixer.step
+        recorded = self._recorded(shape, mixer, step.segments)
+        recorded.fill_eagerly(token_ids, step)
+        return self._replay(recorded, mixer, len(token_ids), taps)
+
+    def replay(
+        self,
+        segments: Sequence[Segment],
+        token_ids: Sequence[int],
+        mixer: PagedMixer,
+        *,
+        num_logits: int,
+        taps: dict[int, Tensor | None] | None = None,
+    ) -> Tensor | None:
+        """Compute a step from its plan on the host, if it can be recorded; None otherwise."""
+        self.best = None
+        recorded = self.recording(segments, token_ids, mixer, num_logits=num_logits, taps=taps)
+        return None if recorded is None else self._replay(recorded, mixer, len(token_ids), taps)
+
+    def recording(
+        self,
+        segments: Sequence[Segment],
+        token_ids: Sequence[int],
+        mixer: PagedMixer,
+        *,
+        num_logits: int,
+        taps: dict[int, Tensor | None] | None = None,
+    ) -> Recording | None:
+        """Find or make the recording of a step and fill its buffer; None if there can be none."""
+        shape = self._shape(segments, num_logits, taps)
+        if shape is None:
+            return None
+        recorded = self._recorded(shape, mixer, segments)
+        recorded.fill_packed(token_ids, segments)
+        return recorded
+
+    def _shape(
+        self,
+        segments: Sequence[Segment],
+        num_logits: int | None,
+        taps: dict[int, Tensor | None] | None,
+    ) -> _Shape | None:
+        """Describe a step that can be recorded; None for any other."""
+        first = segments[0]
+        if first.kind == "prefill" or any(s.order[:2] != first.order[:2] for s in segments):
+            return None
+        if num_logits not in (None, len(segments) * first.count):
+            return None  # a resumed request of which one token is missing, and more will follow
+        longest = max(s.stop for s in segments)
+        bound = max(self.shortest, 1 << (longest - 1).bit_length())
+        return _Shape(padded_size(len(segments)), first.count, bound, tuple(taps or ()))
+
+    def _recorded(self, shape: _Shape, mixer: PagedMixer, segments: Sequence[Segment]) -> Recording:
+        recorded = self._graphs.get(shape)
         if recorded is None:
-            recorded = self._record(shape, mixer)
+            recorded = self._record(shape, mixer, segments[0])
         self._graphs.move_to_end(shape)
-        recorded.fill(token_ids, step)
+        return recorded
+
+    def _replay(
+        self,
+        recorded: Recording,
+        mixer: PagedMixer,
+        num_rows: int,
+        taps: dict[int, Tensor | None] | None,
+    ) -> Tensor:
         assert recorded.replay is not None
         recorded.replay()
         mixer.step = recorded.step
-        self._add(dataclasses.replace(recorded.cost, launches=1))
+        writes = recorded.cost.kda_state_writes * num_rows // recorded.num_rows
+        self._add(dataclasses.replace(recorded.cost, launches=1, kda_state_writes=writes))
         self.num_replays += 1
         if taps is not None:
             taps.update(recorded.taps)
-        assert recorded.logits is not None
-        return recorded.logits
+        assert recorded.logits is not None and recorded.best is not None
+        if num_rows < recorded.num_rows:  # empty requests wrote to the null block
+            self._cache.latent[:, 0] = 0
+        self.best = recorded.best[:num_rows]
+        return recorded.logits[:num_rows]
 
-    @staticmethod
-    def _shape(
-        step: StepMetadata, logits_at: Tensor | None, taps: dict[int, Tensor | None] | None
-    ) -> _Shape | None:
-        """Describe a step that can be recorded; None for any other."""
-        if len(step.parts) != 1 or not isinstance(part := step.parts[0], Decodes):
-            return None
-        if any(len(contexts) != 1 for contexts in part.contexts):
-            return None
-        if logits_at is not None and len(logits_at) != step.num_rows:
-            return None  # a resumed request of which one token is missing, and more will follow
-        longest = max(contexts[0].cells.shape[-1] for contexts in part.contexts)
-        length = max(_SHORTEST, 1 << (longest - 1).bit_length())
-        return _Shape(len(part.num_accepted), part.num_tokens, length, tuple(taps or ()))
-
-    def _record(self, shape: _Shape, mixer: PagedMixer) -> _Recorded:
-        recorded = _Recorded(mixer.step, shape)
+    def _record(self, shape: _Shape, mixer: PagedMixer, like: Segment) -> Recording:
+        recorded = Recording(self._cache, shape, like)
 
         def run() -> None:
-            # A step of its own for each run: what a mixer works out for it from the buffers has to
+            # A step of its own for each run: what a mixer works out for it from the buffer has to
             # be worked out while recording, too.
-            mixer.step = recorded.step = copy.copy(recorded.step)
-            recorded.step.records = {}
+            mixer.step = recorded.step = recorded.new_step()
             before = self._cache.counters.snapshot()
-            recorded.logits = self._compute(
-                recorded.token_ids, mixer, taps=recorded.taps if shape.taps else None
+            recorded.logits = self.compute(
+                recorded.numbers[: recorded.num_rows],
+                mixer,
+                taps=recorded.taps if shape.taps else None,
             )
+            largest, best = recorded.logits.max(-1)
+            recorded.best = best.where(largest.isfinite(), -1)
+            if self.after is not None and shape.taps:
+                self.after(recorded.taps, recorded.step)
             recorded.cost = self._cache.counters - before
             self._add(recorded.cost, sign=-1)  # it is counted when it is replayed
 
-        def warm_up() -> None:  # while the buffers name no request's rows
+        def warm_up() -> None:  # while the buffer names no request's rows
             run()
             self._cache.latent[:, 0] = 0  # where tokens without a request were written
 
-        recorded.replay = self._recorder(run, warm_up)
+        recorded.replay = self.recorder(run, warm_up)
         self._graphs[shape] = recorded
         self.num_recordings += 1
         if len(self._graphs) > self._max_graphs:

@@ -33,6 +33,8 @@ class DraftRequest:
     params : SamplingParams
     stream : RandomStream or None
         Its random numbers, None if it is greedy.
+    slot : int or None
+        Its row of the executor's block table, for a proposer that reads the table on the device.
     """
 
     req_id: str
@@ -41,6 +43,7 @@ class DraftRequest:
     block_ids: Sequence[int]
     params: SamplingParams
     stream: RandomStream | None = None
+    slot: int | None = None
 
 
 @dataclass(frozen=True)

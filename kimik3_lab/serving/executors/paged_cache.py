@@ -76,7 +76,7 @@ class PagedCache:
     --------
     >>> cache = PagedCache(K3Config.micro(), CacheConfig(num_blocks=4), num_slots=2)
     >>> cache.latent.shape, cache.recurrent.shape
-    (torch.Size([2, 4, 16, 48]), torch.Size([2, 2, 2, 16, 16]))
+    (torch.Size([2, 4, 16, 48]), torch.Size([2, 3, 2, 16, 16]))
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class PagedCache:
         #: Places of a request for states that verification may fall back to.
         self.num_scratch = num_speculative_tokens * (cache_config.speculative_states == "slots")
         rows = blocks if cache_config.num_kda_groups else num_slots * (1 + self.num_scratch)
+        rows += 1  # the last one belongs to nobody: row -1 is that of the empty requests
         self.counters = counters or StepCounters()
         self.history = linear.short_conv_kernel_size - 1
         self.num_attention_groups = cache_config.num_attention_groups
@@ -116,10 +117,13 @@ class PagedCache:
         self.conv = torch.empty(
             layers, rows, 3 * linear.projection_size, window, dtype=dtype, device=device
         )
-        # Row s names the blocks of the request in slot s, for each attention group.
+        self.recurrent[:, -1], self.conv[:, -1] = 0, 0
+        # Row s names the blocks of the request in slot s, for each attention group. One row more,
+        # of null blocks, belongs to the requests that a recorded step is filled up with.
+        self.padding_slot = num_slots
         self.block_table = torch.zeros(
             self.num_attention_groups,
-            num_slots,
+            num_slots + 1,
             cache_config.num_usable_blocks,
             dtype=torch.int64,
             device=device,
@@ -140,6 +144,16 @@ class PagedCache:
         """Attention group of an MLA layer, and its rows ``[cell, 576]``, blocks end to end."""
         index = self._mla_index[layer_id]
         return index % self.num_attention_groups, self.latent[index].flatten(0, 1)
+
+    def cells(self, group: int, slots: Tensor | int, length: int) -> Tensor:
+        """Return the numbers of the first ``length`` rows of requests, blocks laid end to end.
+
+        ``slots`` are rows of :attr:`block_table`: int64 ``[n]``, or one number. The result has a
+        dimension ``length`` more.
+        """
+        blocks = self.block_table[group, slots, : -(-length // self.page_size)].unsqueeze(-1)
+        cells = blocks * self.page_size + torch.arange(self.page_size, device=blocks.device)
+        return cells.flatten(-2)[..., :length]
 
     # -- blocks --------------------------------------------------------------------------------
 

@@ -185,7 +185,8 @@ class PagedMixer:
         commits = list(commits)
         verified = [p for p in self.step.parts if isinstance(p, Decodes) and p.kind == "verify"]
         for index, part in enumerate(verified):
-            size = len(part.num_accepted)
+            # A recorded step may have empty requests behind the others.
+            size = min(len(part.num_accepted), len(commits))
             members, commits = commits[:size], commits[size:]
             self._commit_part(part, index, members)
             self.counters.recovery_commits += size
@@ -201,13 +202,13 @@ class PagedMixer:
         crossing = boundary.nonzero().squeeze(-1)
         for layer_id, records in self.step.records.items():
             layer = self.cache.kda_layer(layer_id)
-            rows = part.state_rows[layer.group][:, 0]
+            rows = part.state_rows[layer.group][: len(members), 0]
             boundary_rows = integers([c.boundary_rows[layer.group] for c in members])
             # Read before either is written: a boundary may lie in the row that all starts from.
             before, wide = kda.from_cache_layout(layer.recurrent[rows]), layer.conv[rows]
             for target, chosen, number in (
                 (boundary_rows[crossing], crossing, boundary[crossing]),
-                (rows, slice(None), count),
+                (rows, slice(len(members)), count),
             ):
                 after = kda_records.commit(before[chosen], records[index].of(chosen), number)
                 window = self.cache.windows(wide[chosen], number - 1)

@@ -58,6 +58,7 @@ def verify_batch(
     positions: Sequence[int],
     *,
     method: RejectionSampleMethod = "standard",
+    best: Tensor | None = None,
 ) -> list[list[int]]:
     """Choose the new tokens of all requests of a step.
 
@@ -72,6 +73,9 @@ def verify_batch(
         Of each request's first new token: the number of its known tokens.
     method : {"standard", "block", "coupled"}
         The rule for drafts that were drawn. Greedy requests have their own.
+    best : Tensor, optional
+        int64, for each row the token of the largest logit, -1 if the logits are not finite, for who
+        has worked it out already.
 
     Returns
     -------
@@ -101,8 +105,12 @@ def verify_batch(
     ]
     if not needed:
         return []
-    check_logits(logits[needed] if len(needed) < len(logits) else logits, needed)
-    best = logits.argmax(-1).tolist()
+    if best is None:
+        largest, best = logits.max(-1)  # NaN and inf both come through
+        best = best.where(largest.isfinite(), -1)
+    choices: list[int] = best.tolist()  # the one time that the host waits for the device
+    if any(choices[row] < 0 for row in needed):
+        check_logits(logits[needed], needed)
     # The target's distributions, of all rows that are not greedy at once.
     drawn = [i for i, p in enumerate(params) if not p.greedy]
     rows = [firsts[i] + n for i in drawn for n in range(drafts[i].num_known + 1)]
@@ -117,7 +125,7 @@ def verify_batch(
             [positions[owners[place]] + rows[place] - firsts[owners[place]] for place in chosen],
         )
         for place, winner in zip(chosen, winners, strict=True):
-            best[rows[place]] = winner
+            choices[rows[place]] = winner
     new_token_ids, place = [], 0
     for i, draft in enumerate(drafts):
         count = draft.num_known
@@ -125,7 +133,7 @@ def verify_batch(
             target = probabilities[place : place + count + 1]
             new_token_ids.append(_by_rule(method, draft, target, streams[i], positions[i]))
         else:
-            kept, choice = 0, best[firsts[i] : firsts[i] + count + 1]
+            kept, choice = 0, choices[firsts[i] : firsts[i] + count + 1]
             while kept < count and draft.token_ids[kept] == choice[kept]:
                 kept += 1
             new_token_ids.append(choice[: kept + 1])

@@ -10,8 +10,10 @@ its batch the same way (``sort_batch_req_ids`` in ``vllm/v1/worker/gpu/model_run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Literal, TypeAlias
 
@@ -21,7 +23,16 @@ from torch import Tensor
 from kimik3_lab.serving.executors.kda_records import KdaRecords
 from kimik3_lab.serving.executors.paged_cache import PagedCache
 
-__all__ = ["Context", "Decodes", "Part", "Prefill", "Segment", "StateRows", "StepMetadata"]
+__all__ = [
+    "Context",
+    "Decodes",
+    "Part",
+    "Prefill",
+    "Segment",
+    "StateRows",
+    "StepMetadata",
+    "step_numbers",
+]
 
 #: Most rows of padded context that one attention call gathers, which bounds its memory.
 MAX_GATHERED_ROWS = 16_384
@@ -95,12 +106,17 @@ class Context:
     hidden: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Decodes:
     """Requests with ``num_tokens`` rows each; several rows are drafts to verify.
 
+    What an attention needs is worked out when it is first asked for, on the device: one that walks
+    through pages wants block tables, one that gathers rows wants their cells.
+
     Attributes
     ----------
+    cache : PagedCache
+        Whose block table is read.
     rows : slice
         Of the step.
     num_tokens : int
@@ -109,47 +125,152 @@ class Decodes:
         int64 ``[n, S]`` for each state group, see :class:`StateRows`.
     num_accepted : Tensor
         int64 ``[n]``.
-    contexts : list of list of Context
-        For each attention group; several if one would take too much memory.
+    slots, starts : Tensor
+        int64 ``[n]``: rows of the block table, and tokens in the cache before this step.
+    stops : tuple of int
+        Tokens in the cache after it, the fewest first.
+    bound : int
+        A recorded step's stops change from replay to replay: none is more than this. 0 if they are
+        what they are.
     """
 
+    cache: PagedCache
     rows: slice
     num_tokens: int
     state_rows: tuple[Tensor, ...]
     num_accepted: Tensor
-    contexts: list[list[Context]] = field(default_factory=list)
+    slots: Tensor
+    starts: Tensor
+    stops: tuple[int, ...]
+    bound: int = 0
 
     @property
     def kind(self) -> PartKind:
         """Class of its rows."""
         return "verify" if self.num_tokens > 1 else "decode"
 
+    @property
+    def max_len(self) -> int:
+        """Tokens in the cache after this step, at most."""
+        return self.bound or self.stops[-1]
 
-@dataclass(frozen=True, slots=True)
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Tokens in the cache after this step, int32 ``[n]``."""
+        return (self.starts + self.num_tokens).int()
+
+    @cached_property
+    def block_tables(self) -> tuple[Tensor, ...]:
+        """Blocks of each request, int32 ``[n, blocks]`` for each attention group."""
+        count = -(-self.max_len // self.cache.page_size)
+        return tuple(table[self.slots, :count].int() for table in self.cache.block_table)
+
+    @cached_property
+    def contexts(self) -> list[list[Context]]:
+        """For each attention group; several if one would take too much memory."""
+        return [self._contexts(group) for group in range(self.cache.num_attention_groups)]
+
+    def _contexts(self, group: int) -> list[Context]:
+        """Pad contexts to the longest of as many requests as memory allows."""
+        count, first = self.num_tokens, self.rows.start
+        contexts, low, number = [], 0, len(self.slots)
+        while low < number:
+            high = number if self.bound else low + 1
+            while high < number and (high + 1 - low) * self.stops[high] <= MAX_GATHERED_ROWS:
+                high += 1
+            longest = self.bound or self.stops[high - 1]
+            members = slice(low, high)
+            cells = self.cache.cells(group, self.slots[members], longest)
+            hidden = None
+            if count > 1 or self.bound or self.stops[low] < longest:
+                device = cells.device
+                last = self.starts[members].unsqueeze(-1) + torch.arange(count, device=device)
+                hidden = torch.arange(longest, device=device) > last.unsqueeze(-1)
+                cells = cells.masked_fill(hidden.all(1), 0)
+            rows = slice(first + low * count, first + high * count)
+            contexts.append(Context(rows, cells, hidden))
+            low = high
+        return contexts
+
+
+@dataclass(eq=False)
 class Prefill:
     """The chunk of one prompt.
 
     Attributes
     ----------
+    cache : PagedCache
     rows : slice
         Of the step.
     state_rows, checkpoint_rows : tuple of int
         For each state group, where the state is and where it is exported to.
     checkpoint_at : int
         After so many rows of the chunk; 0 for never.
-    contexts : list of list of Context
-        As for :class:`Decodes`.
+    slot, start : int
+        Row of the block table, and tokens in the cache before this step.
     """
 
+    cache: PagedCache
     rows: slice
     state_rows: tuple[int, ...]
     checkpoint_rows: tuple[int, ...]
     checkpoint_at: int
-    contexts: list[list[Context]] = field(default_factory=list)
+    slot: int
+    start: int
     kind: PartKind = "prefill"
+
+    @property
+    def stop(self) -> int:
+        """Tokens of the request in the cache after this step."""
+        count: int = self.rows.stop - self.rows.start
+        return self.start + count
+
+    @cached_property
+    def block_tables(self) -> tuple[Tensor, ...]:
+        """Blocks of the request, int32 ``[1, blocks]`` for each attention group."""
+        count = -(-self.stop // self.cache.page_size)
+        return tuple(
+            table[self.slot : self.slot + 1, :count].int() for table in self.cache.block_table
+        )
+
+    @cached_property
+    def contexts(self) -> list[list[Context]]:
+        """As for :class:`Decodes`."""
+        groups = range(self.cache.num_attention_groups)
+        return [
+            [Context(self.rows, self.cache.cells(group, self.slot, self.stop))] for group in groups
+        ]
 
 
 Part: TypeAlias = Decodes | Prefill
+
+
+def step_numbers(
+    token_ids: Sequence[int], segments: Sequence[Segment], logits_at: Sequence[int] = ()
+) -> list[int]:
+    """Write all integers of a step one behind the other, to be sent to the device in one copy.
+
+    They are what :class:`StepMetadata` takes apart again: token ids, positions and slots of the
+    rows; for each rectangle slots, starts, accepted tokens and the rows of the states of each
+    group; the rows that logits are wanted of.
+    """
+    numbers = list(token_ids)
+    for s in segments:
+        numbers += range(s.start, s.stop)
+    for s in segments:
+        numbers += [s.slot] * s.count
+    for (kind, _), group in groupby(segments, key=lambda s: s.order[:2]):
+        if kind == 2:
+            continue
+        members = list(group)
+        numbers += [s.slot for s in members]
+        numbers += [s.start for s in members]
+        numbers += [s.states[0].num_accepted if s.states else 1 for s in members]
+        for states in zip(*(s.states for s in members), strict=True):
+            for state in states:
+                numbers += state.rows
+    numbers += logits_at
+    return numbers
 
 
 class StepMetadata:
@@ -161,6 +282,11 @@ class StepMetadata:
         Its block table must be up to date.
     segments : sequence of Segment
         In the order of the rows of the step, which is that of :attr:`Segment.order`.
+    numbers : Tensor, optional
+        :func:`step_numbers` on the device: everything is a view of it. Left out, each tensor is
+        made by small operators of its own and sent alone, as vLLM 0.27.1 did.
+    bound : int
+        For a recorded step, see :class:`Decodes`.
 
     Raises
     ------
@@ -168,19 +294,35 @@ class StepMetadata:
         If the order is another one.
     """
 
-    def __init__(self, cache: PagedCache, segments: Sequence[Segment]) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        segments: Sequence[Segment],
+        *,
+        numbers: Tensor | None = None,
+        bound: int = 0,
+    ) -> None:
         if not all(a.order <= b.order for a, b in pairwise(segments)):
             raise ValueError(
                 "segments come in the order of Segment.order: those with drafts first, then those "
                 "of one token, then prompts, and alike next to alike"
             )
         self._cache, self._device = cache, cache.block_table.device
-        self.num_rows = sum(segment.count for segment in segments)
+        self._numbers, self._bound = numbers, bound
+        self.segments = segments
+        self.num_rows = count = sum(segment.count for segment in segments)
+        self._taken = 3 * count
         #: Where each row's token stands in its sequence, int64 ``[N]``.
-        self.positions = self._positions(segments)
+        self.positions = (
+            self._positions(segments) if numbers is None else numbers[count : 2 * count]
+        )
+        #: Row of the block table of each row's request, int64 ``[N]``.
+        self.row_slots = (
+            self._row_slots(segments) if numbers is None else numbers[2 * count : 3 * count]
+        )
         #: The cell of each attention group that each row writes, ``[group, N]``: vLLM's
         #: slot_mapping.
-        self.cell_mapping = self._cell_mapping(segments)
+        self.cell_mapping = self._cell_mapping()
         self.parts: list[Part] = []
         row = 0
         for (kind, _), members in groupby(segments, key=lambda s: s.order[:2]):
@@ -198,7 +340,15 @@ class StepMetadata:
         self.records: dict[int, list[KdaRecords]] = {}
 
     def _integers(self, values: Sequence[int] | Sequence[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        """Bring integers to the device: the next of the numbers, or in a copy of their own."""
+        if self._numbers is None:
+            return torch.tensor(values, dtype=torch.int64, device=self._device)
+        first = values[0]
+        shape: tuple[int, ...] = (len(values),)
+        if not isinstance(first, int):
+            shape += (len(first),)
+        low, self._taken = self._taken, self._taken + math.prod(shape)
+        return self._numbers[low : self._taken].view(shape)
 
     def _positions(self, segments: Sequence[Segment]) -> Tensor:
         starts = self._integers([s.start for s in segments])
@@ -207,64 +357,41 @@ class StepMetadata:
         rows = torch.arange(self.num_rows, device=self._device)
         return rows + (starts - first_row).repeat_interleave(counts)
 
-    def _cell_mapping(self, segments: Sequence[Segment]) -> Tensor:
-        size = self._cache.page_size
+    def _row_slots(self, segments: Sequence[Segment]) -> Tensor:
         counts = self._integers([s.count for s in segments])
-        slots = self._integers([s.slot for s in segments]).repeat_interleave(counts)
-        blocks = self._cache.block_table[:, slots, self.positions // size]
+        return self._integers([s.slot for s in segments]).repeat_interleave(counts)
+
+    def _cell_mapping(self) -> Tensor:
+        size = self._cache.page_size
+        blocks = self._cache.block_table[:, self.row_slots, self.positions // size]
         return blocks * size + self.positions % size
 
-    def _cells(self, group: int, slots: Tensor | int, length: int) -> Tensor:
-        size = self._cache.page_size
-        blocks = self._cache.block_table[group, slots, : -(-length // size)].unsqueeze(-1)
-        cells = blocks * size + torch.arange(size, device=self._device)
-        return cells.flatten(-2)[..., :length]
-
     def _prefill(self, segment: Segment, row: int) -> Prefill:
-        rows = slice(row, row + segment.count)
         return Prefill(
-            rows,
+            self._cache,
+            slice(row, row + segment.count),
             tuple(state.rows[0] for state in segment.states),
             tuple(state.checkpoint for state in segment.states),
             segment.checkpoint_at - segment.start if segment.checkpoint_at else 0,
-            [
-                [Context(rows, self._cells(group, segment.slot, segment.stop))]
-                for group in range(self._cache.num_attention_groups)
-            ],
+            segment.slot,
+            segment.start,
         )
 
     def _decodes(self, segments: list[Segment], row: int) -> Decodes:
         count = segments[0].count
         groups = range(len(segments[0].states))
+        # In the order of step_numbers.
+        slots = self._integers([s.slot for s in segments])
+        starts = self._integers([s.start for s in segments])
+        accepted = self._integers([s.states[0].num_accepted if s.states else 1 for s in segments])
         return Decodes(
+            self._cache,
             slice(row, row + count * len(segments)),
             count,
             tuple(self._integers([s.states[g].rows for s in segments]) for g in groups),
-            self._integers([s.states[0].num_accepted if s.states else 1 for s in segments]),
-            [
-                self._decode_contexts(group, segments, row)
-                for group in range(self._cache.num_attention_groups)
-            ],
+            accepted,
+            slots,
+            starts,
+            tuple(s.stop for s in segments),
+            self._bound,
         )
-
-    def _decode_contexts(self, group: int, segments: list[Segment], row: int) -> list[Context]:
-        """Pad contexts to the longest of as many requests as memory allows."""
-        count, contexts, low = segments[0].count, [], 0
-        while low < len(segments):
-            high = low + 1
-            while (
-                high < len(segments) and (high + 1 - low) * segments[high].stop <= MAX_GATHERED_ROWS
-            ):
-                high += 1
-            members, longest = segments[low:high], segments[high - 1].stop
-            cells = self._cells(group, self._integers([s.slot for s in members]), longest)
-            hidden = None
-            if count > 1 or members[0].stop < longest:
-                position = torch.arange(longest, device=self._device)
-                starts = self._integers([s.start for s in members])
-                last = starts.unsqueeze(-1) + torch.arange(count, device=self._device)
-                hidden = position > last.unsqueeze(-1)
-                cells = cells.masked_fill(hidden.all(1), 0)
-            contexts.append(Context(slice(row + low * count, row + high * count), cells, hidden))
-            low = high
-        return contexts

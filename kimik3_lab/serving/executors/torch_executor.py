@@ -8,7 +8,7 @@ back what was rejected, and drafts anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +16,13 @@ from torch import Tensor
 from kimik3_lab.reference.drafter import DSparkDrafter
 from kimik3_lab.reference.model import K3ForCausalLM
 from kimik3_lab.serving.config import CacheConfig, SchedulerConfig
-from kimik3_lab.serving.executors.backends import Backend, make_backend
+from kimik3_lab.serving.executors.backends import Backend, make_backend, make_proposer
+from kimik3_lab.serving.executors.cuda_graphs import DecodeGraphs
 from kimik3_lab.serving.executors.drafts import DraftRequest
 from kimik3_lab.serving.executors.execution import ExecutionConfig
 from kimik3_lab.serving.executors.kda_states import KdaStates
 from kimik3_lab.serving.executors.paged_cache import PagedCache
+from kimik3_lab.serving.executors.pinned import to_device
 from kimik3_lab.serving.executors.proposer import DraftSampleMethod, Proposer
 from kimik3_lab.serving.executors.rejection_sampler import (
     RejectionSampleMethod,
@@ -30,7 +32,7 @@ from kimik3_lab.serving.executors.rejection_sampler import (
 from kimik3_lab.serving.executors.request_states import RequestStates
 from kimik3_lab.serving.executors.step_counters import StepCounters
 from kimik3_lab.serving.executors.step_layout import ScheduledRequest, lay_out, model_inputs
-from kimik3_lab.serving.executors.step_metadata import StepMetadata
+from kimik3_lab.serving.executors.step_metadata import Segment, StepMetadata, step_numbers
 from kimik3_lab.serving.outputs import ModelRunnerOutput, SchedulerOutput
 
 __all__ = ["TorchExecutor"]
@@ -107,17 +109,12 @@ class TorchExecutor:
         self.cache_config, self.max_num_seqs = cache_config, max_num_seqs
         self.counters = StepCounters()
         self.rejection_sample_method = rejection_sample_method
+        #: Chooses the new tokens of a step from its logits, as :func:`verify_batch` does.
+        self.verifier: Callable[..., list[list[int]]] = verify_batch
         if isinstance(drafter, DSparkDrafter):
-            drafter = Proposer(
-                drafter.to(model.device).eval(),
-                model,
-                num_speculative_tokens or drafter.config.block_size,
-                cache_config,
-                draft_sample_method=draft_sample_method,
-                shared_noise=rejection_sample_method == "coupled",
-            )
-        self.proposer = drafter
-        self.num_speculative_tokens = drafter.num_speculative_tokens if drafter is not None else 0
+            self.num_speculative_tokens = num_speculative_tokens or drafter.config.block_size
+        else:
+            self.num_speculative_tokens = drafter.num_speculative_tokens if drafter else 0
         if num_speculative_tokens not in (None, self.num_speculative_tokens):
             raise ValueError(
                 f"num_speculative_tokens={num_speculative_tokens}, but the drafter drafts "
@@ -134,10 +131,29 @@ class TorchExecutor:
         )
         self.states = KdaStates(self.cache, cache_config)
         self.requests = RequestStates(self.cache, self.states, max_num_seqs)
-        self._compute, self._mixer = make_backend(
-            backend, self.model, self.cache, execution or ExecutionConfig()
-        )
+        self.execution = execution or ExecutionConfig()
+        self.compute, self.mixer = make_backend(backend, self.model, self.cache, self.execution)
+        if isinstance(drafter, DSparkDrafter):
+            drafter = make_proposer(
+                backend,
+                drafter.to(model.device).eval(),
+                self.cache,
+                self.compute,
+                self.model,
+                self.num_speculative_tokens,
+                cache_config,
+                draft_sample_method=draft_sample_method,
+                shared_noise=rejection_sample_method == "coupled",
+            )
+        self.proposer = drafter
+        #: Rows of the last step.
+        self.last_segments: list[Segment] = []
         self._drafts: dict[str, list[int]] = {}
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """What records steps and replays them, if anything does."""
+        return self.compute if isinstance(self.compute, DecodeGraphs) else None
 
     @property
     def vocab_size(self) -> int:
@@ -203,13 +219,14 @@ class TorchExecutor:
         sampling = [item for item in scheduled if item.draft is not None]
         drafts = [item.draft for item in sampling if item.draft is not None]
         params = [item.request.sampling_params for item in sampling]
-        new_token_ids = verify_batch(
+        new_token_ids = self.verifier(
             logits,
             drafts,
             params,
             [item.request.stream for item in sampling],
             [len(item.request.token_ids) for item in sampling],
             method=self.rejection_sample_method,
+            best=None if self.graphs is None else self.graphs.best,
         )
         logprobs = batch_logprobs(logits, drafts, new_token_ids, params)
         sampled: dict[str, list[int]] = {item.req_id: [] for item in scheduled}
@@ -242,16 +259,26 @@ class TorchExecutor:
     ) -> Tensor:
         """Run the model over all rows; return logits of those that are sampled from."""
         token_ids, logits_at = model_inputs(scheduled)
-        self._mixer.step = StepMetadata(self.cache, [item.segment for item in scheduled])
+        self.last_segments = segments = [item.segment for item in scheduled]
         self.counters.forwards += 1
         self.counters.tokens += len(token_ids)
-        device = self.model.device
-        return self._compute(
-            torch.tensor(token_ids, device=device),
-            self._mixer,
-            logits_at=torch.tensor(logits_at, dtype=torch.int64, device=device),
-            taps=taps,
-        )
+        device, count = self.model.device, len(token_ids)
+        if self.execution.metadata == "eager":
+            self.mixer.step = StepMetadata(self.cache, segments)
+            rows = torch.tensor(token_ids, device=device)
+            chosen = torch.tensor(logits_at, dtype=torch.int64, device=device)
+            return self.compute(rows, self.mixer, logits_at=chosen, taps=taps)
+        graphs = self.graphs
+        if graphs is not None:
+            logits = graphs.replay(
+                segments, token_ids, self.mixer, num_logits=len(logits_at), taps=taps
+            )
+            if logits is not None:
+                return logits
+        numbers = to_device(step_numbers(token_ids, segments, logits_at), device)
+        self.mixer.step = StepMetadata(self.cache, segments, numbers=numbers)
+        chosen = numbers[len(numbers) - len(logits_at) :]
+        return self.compute(numbers[:count], self.mixer, logits_at=chosen, taps=taps)
 
     def _settle(self, scheduled: Sequence[ScheduledRequest], sampled: dict[str, list[int]]) -> None:
         """Make final what was computed rightly, and take back rejected drafts."""
@@ -263,7 +290,7 @@ class TorchExecutor:
                 self.states.finish(item.req_id, item.chunk.stop)
         commits = self.states.accept(verified)
         if not self.cache.num_scratch:
-            self._mixer.commit(commits)
+            self.mixer.commit(commits)
         self.counters.checkpoint_exports += sum(item.chunk.checkpoint_at > 0 for item in scheduled)
 
     def _propose(
@@ -273,8 +300,9 @@ class TorchExecutor:
         sampling: Sequence[ScheduledRequest],
     ) -> None:
         """Keep what the drafter reads of this step; draft for all that have a new token."""
-        step = self._mixer.step
-        proposer.write(taps, step.positions, step.cell_mapping[0])
+        step, graphs = self.mixer.step, self.graphs
+        if graphs is None or graphs.after is None or graphs.best is None:
+            proposer.write(taps, step.positions, step.cell_mapping[0])
         before = proposer.num_forwards
         drafts = proposer.propose(
             [
@@ -285,6 +313,7 @@ class TorchExecutor:
                     item.request.block_ids[0],
                     item.request.sampling_params,
                     item.request.stream,
+                    item.request.slot,
                 )
                 for item in sampling
             ]

@@ -6,7 +6,8 @@ layout was made for them: a row of the cache is a slot of :mod:`k3_kernels`.
 
 :func:`k3_kernels.kda_decode` takes raw projections and returns what goes to ``o_proj``, so it does
 not fit the seam between convolution and recurrence that the reference has. This mixer is therefore
-called once for a layer (:meth:`TritonMixer.kda_block`). Attention is the parent's, in PyTorch.
+called once for a layer (:meth:`TritonMixer.kda_block`). Attention is in
+:mod:`~kimik3_lab.serving.executors.triton_attention`.
 """
 
 from __future__ import annotations
@@ -17,16 +18,22 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from k3_kernels import KDARecords, kda_conv, kda_decode, kda_prefill, kda_recover
+from k3_kernels import KDARecords, gated_norm, kda_conv, kda_decode, kda_prefill, kda_recover
 from torch import Tensor
 
 from kimik3_lab.config import K3Config
-from kimik3_lab.reference.kda import KimiDeltaAttention, gated_norm
+from kimik3_lab.reference.kda import KimiDeltaAttention
 from kimik3_lab.serving.executors.execution import ExecutionConfig
 from kimik3_lab.serving.executors.kda_states import Commit
 from kimik3_lab.serving.executors.paged_cache import PagedCache
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
+from kimik3_lab.serving.executors.pinned import to_device
 from kimik3_lab.serving.executors.step_metadata import Decodes, Prefill, StepMetadata
+from kimik3_lab.serving.executors.triton_attention import (
+    chunk_expanded,
+    expanding_pays,
+    paged_absorbed,
+)
 
 __all__ = ["KdaInputs", "KdaWeights", "TritonMixer"]
 
@@ -113,6 +120,7 @@ class _Call:
     num_tokens: int = 1
     cu_seqlens: Tensor | None = None
     num_accepted: Tensor | None = None
+    continued: Tensor | None = None
     checkpoint_at: Tensor | None = None
     checkpoint_slots: list[Tensor] = field(default_factory=list)
     num_checkpoints: int = 0
@@ -125,7 +133,7 @@ class _Call:
 
 
 class TritonMixer(PagedMixer):
-    """A :class:`PagedMixer` whose KDA layers run on :mod:`k3_kernels`.
+    """A :class:`PagedMixer` whose layers run on :mod:`k3_kernels`.
 
     Parameters
     ----------
@@ -230,20 +238,57 @@ class TritonMixer(PagedMixer):
         where: dict[str, Any] = {
             "cu_seqlens": call.cu_seqlens,
             # Rows of requests that begin were emptied before the step.
-            "has_initial_state": torch.ones_like(slots),
+            "has_initial_state": call.continued,
             "checkpoint_at": checkpoints,
             "checkpoint_slots": None if checkpoints is None else call.checkpoint_slots[layer.group],
             "null_slot": _NO_SLOT,
         }
         mixed = kda_conv(inputs.qkv, weights.taps, layer.conv, slots, **where)
         q, k, v = mixed.view(len(mixed), 3, *inputs.gate.shape[1:]).unbind(1)
+        in_place = self.execution.kda_prefill_in_place or checkpoints is not None
+        states, where["state_slots"] = layer.recurrent, slots
+        if not in_place:  # a checkpoint's row has no place among gathered states
+            states = states.index_select(0, slots)
+            where["state_slots"] = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
         o = kda_prefill(
             q, k, v, inputs.gate, inputs.beta, weights.A_log, weights.dt_bias,
-            layer.recurrent, slots, lower_bound=weights.lower_bound, **where,
+            states, lower_bound=weights.lower_bound, **where,
         )  # fmt: skip
-        out.copy_(gated_norm(o, inputs.output_gate, weights.norm, weights.norm_eps))
+        target = out if in_place else None
+        normed = gated_norm(o, inputs.output_gate, weights.norm, eps=weights.norm_eps, out=target)
+        if not in_place:
+            layer.recurrent.index_copy_(0, slots.long(), states)
+            out.copy_(normed)
+            self.counters.kda_state_bytes_copied += 2 * states.nbytes
+            self.counters.launches += 3
         self.counters.launches += 3
         self.counters.kda_state_writes += call.num_sequences + call.num_checkpoints
+
+    def mla(
+        self, layer_id: int, q: Tensor, latent: Tensor, kv_b: Tensor, config: K3Config
+    ) -> Tensor:
+        """See :meth:`kimik3_lab.reference.mixer.Mixer.mla`."""
+        group, cached = self.cache.mla_layer(layer_id)
+        cached.index_copy_(0, self.step.cell_mapping[group], latent)
+        pages = cached.view(-1, self.cache.page_size, cached.shape[-1])
+        out = q.new_empty(*q.shape[:2], config.v_head_dim)
+        for part in self.step.parts:
+            rows = part.rows
+            if isinstance(part, Decodes):
+                lengths = part.lengths
+            elif not expanding_pays(rows.stop - rows.start, part.stop, config):
+                lengths = torch.full((1,), part.stop, dtype=torch.int32, device=q.device)
+            else:
+                seen = latent[rows]
+                if part.start:
+                    seen = cached.index_select(0, part.contexts[group][0].cells)
+                out[rows] = chunk_expanded(q[rows], seen, kv_b)
+                self.counters.launches += 1
+                continue
+            table = part.block_tables[group]
+            paged_absorbed(q[rows], pages, table, lengths, kv_b, out=out[rows])
+            self.counters.launches += 1
+        return out
 
     # -- what is the same for all layers of a step -----------------------------------------------
 
@@ -292,6 +337,7 @@ class TritonMixer(PagedMixer):
             "prefill",
             [numbers([p.state_rows[g] for p in parts]) for g in groups],
         )
+        call.continued = torch.ones_like(call.slots[0])
         call.cu_seqlens = numbers([p.rows.start - first for p in parts] + [last - first])
         call.num_checkpoints = sum(p.checkpoint_at > 0 for p in parts)
         if call.num_checkpoints:
@@ -309,25 +355,33 @@ class TritonMixer(PagedMixer):
         commits = list(commits)
         for call in self._calls.get(self.step, []):
             if call.records:
-                members, commits = commits[: call.num_sequences], commits[call.num_sequences :]
+                # A recorded step may have empty requests behind the others.
+                size = min(call.num_sequences, len(commits))
+                members, commits = commits[:size], commits[size:]
                 self._commit_call(call, members)
-                self.counters.recovery_commits += call.num_sequences
+                self.counters.recovery_commits += size
 
     def _commit_call(self, call: _Call, members: Sequence[Commit]) -> None:
-        def numbers(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self.cache.conv.device)
-
-        count = numbers([c.num_accepted for c in members])
+        empty = [0] * (call.num_sequences - len(members))
+        nowhere = [_NO_SLOT] * len(empty)
         crosses = sum(c.boundary > 0 for c in members)
-        boundary = numbers([c.boundary for c in members]) if crosses else None
+        columns = [[c.num_accepted for c in members] + [1] * len(empty)]
+        if crosses:
+            columns.append([c.boundary for c in members] + empty)
+            columns += (
+                [c.boundary_rows[group] if c.boundary else _NO_SLOT for c in members] + nowhere
+                for group in range(len(self._members))
+            )
+        numbers = to_device([n for column in columns for n in column], self.cache.conv.device)
+        count, *rest = numbers.int().view(len(columns), -1)
+        boundary, *targets = rest or [None]
         for group, layer_ids in enumerate(self._members):
-            targets = [c.boundary_rows[group] if c.boundary else _NO_SLOT for c in members]
             A_log, dt_bias = self._decay[group]
             depth, slots = len(layer_ids), call.slots[group][:, 0].contiguous()
             kda_recover(
                 self.cache.recurrent[:depth], call.records[group], slots,
                 count, A_log, dt_bias, boundary=boundary,
-                boundary_slots=numbers(targets) if crosses else None,
+                boundary_slots=targets[group] if crosses else None,
                 conv_state=self.cache.conv[:depth], conv_width=self.cache.history + 1,
                 lower_bound=self.layers[layer_ids[0]].lower_bound, null_slot=_NO_SLOT,
             )  # fmt: skip

@@ -4,8 +4,9 @@ Needs torch, and Triton when it runs: on a GPU, or small shapes in Triton's inte
 (``TRITON_INTERPRET=1``, float32). Lesson 10 turns the backend.
 
 What is a kernel of ours here: attention residuals together with the norm behind them, the short
-convolution, the delta rule with its gated norm, routing, dispatch and the experts. Matrix products,
-SiTU of the dense feed-forward and MLA are PyTorch's.
+convolution, the delta rule with its gated norm, attention over pages, routing, dispatch, the
+experts, and the small norms and gates between. Matrix products with more than a few rows are
+PyTorch's.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from k3_kernels import attn_res
+from k3_kernels import attn_res, row_norm, sigmoid_mul
 from torch import Tensor
 
 from kimik3_lab.reference.kda import KimiDeltaAttention
 from kimik3_lab.reference.mla import MultiHeadLatentAttention
 from kimik3_lab.reference.model import DecoderLayer, K3ForCausalLM
-from kimik3_lab.reference.norms import RMSNorm, compute_dtype
+from kimik3_lab.reference.norms import RMSNorm
 from kimik3_lab.serving.executors.execution import ExecutionConfig
 from kimik3_lab.serving.executors.paged_cache import PagedCache
 from kimik3_lab.serving.executors.step_counters import StepCounters
+from kimik3_lab.serving.executors.triton_linear import JoinedLinear, Skinny
 from kimik3_lab.serving.executors.triton_mixer import KdaInputs, KdaWeights, TritonMixer
-from kimik3_lab.serving.executors.triton_moe import TritonMoE
+from kimik3_lab.serving.executors.triton_moe import TritonMLP, TritonMoE
 
-__all__ = ["TritonK3", "TritonStream"]
+__all__ = ["TritonK3", "TritonKda", "TritonMla", "TritonStream"]
 
 
 class TritonStream:
@@ -48,6 +50,7 @@ class TritonStream:
 
     Examples
     --------
+    >>> import torch
     >>> stream = TritonStream(torch.ones(2, 4), 1, 1e-5, StepCounters())
     >>> stream.add(torch.full((2, 4), 2.0))
     >>> stream.prefix[0].tolist()  # asked for before anybody read
@@ -108,8 +111,8 @@ class TritonK3:
     Parameters
     ----------
     model : K3ForCausalLM
-        Its weights are used where they are; experts are packed once, which takes their memory a
-        second time.
+        Its weights are used. Those of one input are joined, and the model keeps views of them;
+        experts are packed once, which takes their memory a second time.
     cache : PagedCache
         Made for this model.
     execution : ExecutionConfig, optional
@@ -119,6 +122,8 @@ class TritonK3:
     ----------
     mixer : TritonMixer
         Set its ``step`` before each call.
+    skinny : Skinny
+        Computes the products; its ``choices`` may be filled with measured ones.
 
     Raises
     ------
@@ -143,18 +148,24 @@ class TritonK3:
         config = model.config
         self.model, self.config, self.counters = model, config, cache.counters
         self._layers = cast(list[DecoderLayer], list(model.model.layers))
+        self.skinny = Skinny(enabled=execution.skinny_gemm, counters=cache.counters)
         kda = {layer_id: _kda_weights(self._layers[layer_id]) for layer_id in config.kda_layer_ids}
         self.mixer = TritonMixer(config, cache, kda, execution)
-        self._moe = {
-            layer_id: TritonMoE(
+        self._attention = [
+            (TritonKda if config.is_kda_layer(layer_id) else TritonMla)(layer, self.skinny)
+            for layer_id, layer in enumerate(self._layers)
+        ]
+        self._ffn = [
+            TritonMoE(
                 layer.block_sparse_moe,
                 config,
                 deferred_finalize=execution.deferred_finalize,
-                counters=cache.counters,
+                skinny=self.skinny,
             )
-            for layer_id, layer in enumerate(self._layers)
             if config.is_moe_layer(layer_id)
-        }
+            else TritonMLP(layer.mlp, self.skinny)
+            for layer_id, layer in enumerate(self._layers)
+        ]
         self._num_blocks = sum(layer.starts_block for layer in self._layers)
 
     def __call__(
@@ -176,11 +187,11 @@ class TritonK3:
                 layer.input_layernorm,
                 closes_block=layer.starts_block,
             )
-            stream.add(self._attention(layer, x, mixer))
+            stream.add(self._attention[layer_id](x, mixer))
             x = stream.read(
                 layer.mlp_res_proj.weight, layer.mlp_res_norm.weight, layer.post_attention_layernorm
             )
-            stream.add(self._moe[layer_id](x) if layer_id in self._moe else layer.mlp(x))
+            stream.add(self._ffn[layer_id](x))
             if taps is not None and layer_id in taps:
                 taps[layer_id] = stream.prefix
         hidden = stream.read(
@@ -188,25 +199,95 @@ class TritonK3:
         )
         if logits_at is not None:
             hidden = hidden[logits_at]
-        wide = compute_dtype(hidden.dtype)
-        logits: Tensor = hidden.to(wide) @ self.model.lm_head.weight.to(wide).mT
-        return logits
+        return self.skinny.linear(hidden, self.model.lm_head.weight, wide=True)
 
-    @staticmethod
-    def _attention(layer: DecoderLayer, x: Tensor, mixer: TritonMixer) -> Tensor:
+    @property
+    def moe_layers(self) -> list[TritonMoE]:
+        """The layers with routed experts."""
+        return [part for part in self._ffn if isinstance(part, TritonMoE)]
+
+    def weights(self) -> dict[tuple[int, ...], list[Tensor]]:
+        """Weights that a step multiplies with, by shape, for who measures products."""
+        found: dict[tuple[int, ...], list[Tensor]] = {}
+        head = [self.model.lm_head.weight.detach()]
+        for weights in (head, *(part.weights() for part in (*self._attention, *self._ffn))):
+            for weight in weights:
+                found.setdefault(tuple(weight.shape), []).append(weight)
+        return found
+
+
+class TritonKda:
+    """A KDA layer: one product for all it reads of the input, then one call of the mixer.
+
+    Parameters
+    ----------
+    layer : DecoderLayer
+        Its ``self_attn`` is used; the weights become views of the joined one.
+    skinny : Skinny
+        Computes the products.
+    """
+
+    def __init__(self, layer: DecoderLayer, skinny: Skinny) -> None:
         attention = layer.self_attn
-        if isinstance(attention, MultiHeadLatentAttention):
-            out: Tensor = attention(x, mixer)
-            return out
-        heads = (attention.num_heads, attention.head_dim)
-        inputs = KdaInputs(
-            torch.cat((attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)), -1),
-            attention.f_b_proj(attention.f_a_proj(x)).view(-1, *heads),
-            attention.b_proj(x),
-            attention.g_proj(x).view(-1, *heads),
+        assert isinstance(attention, KimiDeltaAttention)
+        self.attention, self.skinny = attention, skinny
+        self._heads = (attention.num_heads, attention.head_dim)
+        width = attention.num_heads * attention.head_dim
+        names = ("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj")
+        self.inputs = JoinedLinear(
+            [getattr(attention, name) for name in names],
+            skinny,
+            (3 * width, width, attention.head_dim, attention.num_heads),
         )
-        out = attention.o_proj(mixer.kda_block(attention.layer_id, inputs).flatten(-2))
-        return out
+
+    def __call__(self, x: Tensor, mixer: TritonMixer) -> Tensor:
+        """Map ``[N, H]`` to ``[N, H]``."""
+        attention, linear = self.attention, self.skinny.linear
+        qkv, output_gate, low, beta = self.inputs(x)
+        inputs = KdaInputs(
+            qkv,
+            linear(low, attention.f_b_proj.weight).view(-1, *self._heads),
+            beta,
+            torch.unflatten(output_gate, -1, self._heads),
+        )
+        out = mixer.kda_block(attention.layer_id, inputs).flatten(-2)
+        return linear(out, attention.o_proj.weight)
+
+    def weights(self) -> list[Tensor]:
+        """Weights of the layer's products."""
+        attention = self.attention
+        return [self.inputs.weight, attention.f_b_proj.weight, attention.o_proj.weight]
+
+
+class TritonMla:
+    """An MLA layer: one product for all it reads of the input, norms and gate in a launch each."""
+
+    def __init__(self, layer: DecoderLayer, skinny: Skinny) -> None:
+        attention = layer.self_attn
+        assert isinstance(attention, MultiHeadLatentAttention)
+        self.attention, self.skinny = attention, skinny
+        names = ("q_a_proj", "kv_a_proj_with_mqa", "g_proj")
+        self.inputs = JoinedLinear([getattr(attention, name) for name in names], skinny)
+
+    def __call__(self, x: Tensor, mixer: TritonMixer) -> Tensor:
+        """Map ``[N, H]`` to ``[N, H]``."""
+        attention, config = self.attention, self.attention.config
+        q_low, cached, gate = self.inputs(x)
+        norm = attention.q_a_layernorm
+        q = self.skinny.linear(
+            row_norm(q_low, norm.weight, eps=norm.eps), attention.q_b_proj.weight
+        )
+        norm = attention.kv_a_layernorm
+        latent = row_norm(cached, norm.weight, eps=norm.eps)
+        q = q.view(-1, config.num_attention_heads, config.qk_head_dim)
+        o = mixer.mla(attention.layer_id, q, latent, attention.kv_b_proj.weight, config)
+        self.skinny.counters.launches += 3
+        return self.skinny.linear(sigmoid_mul(o.flatten(-2), gate), attention.o_proj.weight)
+
+    def weights(self) -> list[Tensor]:
+        """Weights of the layer's products."""
+        attention = self.attention
+        return [self.inputs.weight, attention.q_b_proj.weight, attention.o_proj.weight]
 
 
 def _kda_weights(layer: DecoderLayer) -> KdaWeights:

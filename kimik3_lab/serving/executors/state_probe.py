@@ -1,0 +1,250 @@
+"""Where a served KDA state went wrong: hold every state to the reference after every step.
+
+Needs torch. Used by the recipe ``find_a_wrong_kda_state``. Tokens are a weak witness, since a model
+that forgets quickly says the right thing from a wrong state. The state itself has a known value:
+what the plain recurrence makes of the same tokens.
+
+Look at the lowest wrong layer only: what comes above it got wrong inputs. Its own were right, so if
+it holds a right state at a wrong *place*, or has begun from one, that place can be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kimik3_lab.reference.state import SequenceMixer, SequenceState
+from kimik3_lab.serving.executors.torch_executor import TorchExecutor
+from kimik3_lab.serving.outputs import (
+    CachedRequestData,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+
+__all__ = ["LayerState", "StateProbe", "WrongState", "read_state"]
+
+
+class LayerState(NamedTuple):
+    """State of one KDA layer in the reference's layout: ``[H, K, V]``, and ``[3P, kernel - 1]``."""
+
+    recurrent: Tensor
+    conv: Tensor
+
+
+@dataclass(frozen=True)
+class WrongState:
+    """The lowest layer of a request whose state is not that of its tokens.
+
+    Attributes
+    ----------
+    step
+        Number of the step, from 0.
+    req_id, start, stop
+        Which request, and its tokens that this step was to read; the state should be the one after
+        ``stop`` tokens.
+    layer_id
+        The lowest wrong layer.
+    part
+        ``"state"``, ``"window"`` (of the convolution) or both.
+    heads
+        Heads with a wrong state.
+    error
+        Largest deviation over the largest value of the right one; infinity for NaN.
+    looks_like
+        What is there instead, if it can be told: another place of a text at which it would be
+        right, or a place from which the step must have begun.
+    """
+
+    step: int
+    req_id: str
+    start: int
+    stop: int
+    layer_id: int
+    part: Literal["state", "window", "state and window"]
+    heads: tuple[int, ...]
+    error: float
+    looks_like: str
+
+
+def read_state(executor: TorchExecutor, req_id: str) -> tuple[int, dict[int, LayerState]]:
+    """Copy a running request's states out of the cache, between two steps.
+
+    Returns
+    -------
+    num_tokens : int
+        Tokens that they have read.
+    layers : dict of int to LayerState
+        By layer.
+
+    Raises
+    ------
+    ValueError
+        If the request is not running, or its last verification is kept as records: then no row
+        holds its state yet.
+    """
+    states, cache = executor.states, executor.cache
+    running = states._running.get(req_id)
+    if running is None:
+        raise ValueError(f"request {req_id!r} is not running: it has no state between two steps")
+    offset = running.num_accepted - 1
+    if offset and not cache.num_scratch:
+        raise ValueError(f"request {req_id!r} keeps records: commit them first")
+    layers = {}
+    for layer_id in executor.model.config.kda_layer_ids:
+        memory = cache.kda_layer(layer_id)
+        table = running.tables[memory.group]
+        state = memory.recurrent[table[running.column + offset]]
+        window = memory.conv[table[running.column], :, offset : offset + cache.history]
+        layers[layer_id] = LayerState(state.transpose(-1, -2).clone(), window.clone())
+    return running.num_tokens, layers
+
+
+class StateProbe:
+    """Compares the states of all scheduled requests with the reference, after every step.
+
+    It keeps the reference's states at every place of every text, so it is for small models and
+    short texts. It looks until it has found something: what is wrong later only follows.
+
+    Parameters
+    ----------
+    executor : TorchExecutor
+        With a model in float64, if rounding is not to be mistaken for a fault. Its
+        ``execute_model`` is wrapped.
+    tolerance : float
+        Largest relative deviation that is none.
+
+    Attributes
+    ----------
+    first : WrongState or None
+        What was found first.
+    num_steps : int
+        Steps so far.
+
+    Examples
+    --------
+    >>> from kimik3_lab.config import K3Config
+    >>> from kimik3_lab.reference.initialization import random_model
+    >>> from kimik3_lab.serving import CacheConfig, Engine, Scheduler, SchedulerConfig
+    >>> model, cache = random_model(K3Config.micro(), dtype=torch.float64), CacheConfig(9)
+    >>> executor = TorchExecutor(model, cache, max_num_seqs=1)
+    >>> probe = StateProbe(executor)
+    >>> engine = Engine(Scheduler(SchedulerConfig(1, 64, 128), cache), executor)
+    >>> [result] = engine.generate([[0, 5, 9]], progress=False)
+    >>> probe.first is None, probe.num_steps
+    (True, 16)
+    """
+
+    def __init__(self, executor: TorchExecutor, *, tolerance: float = 1e-9) -> None:
+        self.executor, self.tolerance = executor, tolerance
+        self.first: WrongState | None = None
+        self.num_steps = 0
+        #: Of each request: token ids that the reference has read, and its states behind each.
+        self._read: dict[str, list[int]] = {}
+        self._states: dict[str, list[SequenceState]] = {}
+        execute = executor.execute_model
+
+        def execute_and_look(scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+            result = execute(scheduler_output)
+            if self.first is None:
+                self._look(scheduler_output)
+            self.num_steps += 1
+            return result
+
+        executor.execute_model = execute_and_look  # type: ignore[method-assign]
+
+    @torch.inference_mode()
+    def _look(self, plan: SchedulerOutput) -> None:
+        scheduled: list[CachedRequestData | NewRequestData]
+        scheduled = [*plan.scheduled_cached_reqs, *plan.scheduled_new_reqs]
+        for data in scheduled:
+            req_id, start = data.req_id, data.num_computed_tokens
+            stop, layers = read_state(self.executor, req_id)
+            right = self._reference(req_id, stop)
+            for layer_id, found in layers.items():
+                state = _deviation(found.recurrent, right.recurrent[layer_id]).amax((-1, -2))
+                window = float(_deviation(found.conv, right.conv[layer_id]).max())
+                heads = tuple(torch.nonzero(state > self.tolerance).flatten().tolist())
+                parts = ["state"] * bool(heads) + ["window"] * (window > self.tolerance)
+                if not parts:
+                    continue
+                drafts = plan.scheduled_spec_decode_tokens.get(req_id, [])
+                self.first = WrongState(
+                    self.num_steps,
+                    req_id,
+                    start,
+                    stop,
+                    layer_id,
+                    " and ".join(parts),  # type: ignore[arg-type]
+                    heads,
+                    max(float(state.max()), window),
+                    self._find(req_id, start, stop, layer_id, found, drafts),
+                )
+                return
+
+    def _reference(self, req_id: str, num_tokens: int) -> SequenceState:
+        """States of the plain recurrence after the first tokens of a request, one by one."""
+        token_ids = self.executor.requests[req_id].token_ids
+        read = self._read.setdefault(req_id, [])
+        states = self._states.setdefault(req_id, [self.executor.model.new_state()])
+        for token_id in token_ids[len(read) : num_tokens]:
+            states.append(self._advance(states[-1], [token_id]))
+            read.append(token_id)
+        return states[num_tokens]
+
+    def _advance(self, state: SequenceState, token_ids: Sequence[int]) -> SequenceState:
+        mixer = SequenceMixer(state.clone(), form="decode")
+        self.executor.model(torch.tensor(token_ids), mixer)
+        return mixer.state
+
+    # -- what is it then? ----------------------------------------------------------------------
+
+    def _find(
+        self,
+        req_id: str,
+        start: int,
+        stop: int,
+        layer_id: int,
+        found: LayerState,
+        drafts: Sequence[int],
+    ) -> str:
+        """Say where what was found would be right, or from where the step must have begun."""
+        if found.recurrent.isnan().any() or found.conv.isnan().any():
+            return "never written (NaN)"
+        token_ids, before = self._read[req_id], self._states[req_id][start]
+        places = [("zero", self.executor.model.new_state())]
+        if drafts:
+            all_rows = self._advance(before, [token_ids[start], *drafts])
+            places.append((f"{req_id} with all {len(drafts)} drafts", all_rows))
+        for name, states in self._states.items():
+            places += [(f"{name} after {n} tokens", state) for n, state in enumerate(states) if n]
+        for place, state in places:
+            if self._is(found, state, layer_id):
+                return place
+        for place, state in places:
+            for parts in (("recurrent", "conv"), ("recurrent",), ("conv",)):
+                begun = before.clone()
+                for part in parts:
+                    getattr(begun, part)[layer_id] = getattr(state, part)[layer_id]
+                after = self._advance(begun, token_ids[start:stop])
+                if self._is(found, after, layer_id):
+                    alone = "" if len(parts) == 2 else f", its {parts[0]} part alone"
+                    return f"begun from {place}{alone}"
+        return "no state of these texts"
+
+    def _is(self, found: LayerState, state: SequenceState, layer_id: int) -> bool:
+        pairs = ((found.recurrent, state.recurrent), (found.conv, state.conv))
+        return all(
+            bool((_deviation(content, right[layer_id]) <= self.tolerance).all())
+            for content, right in pairs
+        )
+
+
+def _deviation(found: Tensor, right: Tensor) -> Tensor:
+    """Deviation over the largest value; infinity where there is no number."""
+    scale = right.abs().max().clamp(min=1e-300)
+    return ((found - right).abs() / scale).nan_to_num(nan=float("inf"), posinf=float("inf"))

@@ -1,0 +1,128 @@
+"""The probe of served KDA states: silent on a right executor, and it names what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from executor_world import GuessingDrafter, micro_model
+
+from kimik3_lab.serving import CacheConfig, Engine, Request, Scheduler, SchedulerConfig
+from kimik3_lab.serving.executors.kda_states import KdaStates
+from kimik3_lab.serving.executors.paged_mixer import PagedMixer
+from kimik3_lab.serving.executors.state_probe import StateProbe, WrongState, read_state
+from kimik3_lab.serving.executors.torch_executor import TorchExecutor
+
+_DRAW = Random(1)
+TRUNK = [_DRAW.randrange(3, 64) for _ in range(50)]
+PROMPTS = {"a": TRUNK[:10], "b": TRUNK, "c": [*TRUNK[:16], 9, 8, 7]}
+HITS = {
+    "num_kda_groups": 2, "enable_prefix_caching": True, "prefix_match_unit": 4,
+    "checkpoint_alignment": 4, "prefill_checkpoints": "internal",
+}  # fmt: skip
+TOKENS = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return micro_model()
+
+
+def watched(model: Any, cache: dict[str, Any], *, drafts: int = 0, seats: int = 1) -> StateProbe:
+    """Serve the prompts and return the probe."""
+    config = CacheConfig(60, 16, **cache)
+    drafter, speculation = None, {}
+    if drafts:
+        drafter = GuessingDrafter(drafts, Random(0), model.config.vocab_size)
+        for name, prompt in PROMPTS.items():
+            drafter.texts[name] = prompt + model.generate(prompt, TOKENS, stop_token_ids=())
+        speculation = {"speculative_method": "dspark", "num_speculative_tokens": drafts}
+    executor = TorchExecutor(model, config, seats, drafter=drafter)  # type: ignore[arg-type]
+    probe = StateProbe(executor)
+    scheduler = Scheduler(SchedulerConfig(seats, 64, 96, **speculation), config)  # type: ignore[arg-type]
+    engine = Engine(scheduler, executor)
+    for name, prompt in PROMPTS.items():
+        engine.add_request(Request(name, prompt, max_tokens=TOKENS))
+    while engine.has_unfinished_requests() and probe.first is None:
+        engine.step()
+    return probe
+
+
+def first(probe: StateProbe) -> WrongState:
+    assert probe.first is not None
+    return probe.first
+
+
+@pytest.mark.parametrize("cache", [{}, HITS], ids=["seats", "hits"])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_right_executor_has_right_states(model: Any, cache: dict[str, Any], drafts: int) -> None:
+    if drafts and cache:
+        cache = {"num_kda_groups": 2, "enable_prefix_caching": True}
+    probe = watched(model, cache, drafts=drafts, seats=1 if cache else 3)
+    assert probe.first is None and probe.num_steps > 3
+
+
+def test_a_name_that_nobody_wrote_a_state_for(model: Any) -> None:
+    found = first(watched(model, HITS | {"hash_written_states_only": False}))
+    assert (found.req_id, found.start, found.layer_id, found.heads) == ("c", 16, 0, (0, 1))
+    assert found.part == "state" and found.looks_like == "begun from a after 8 tokens"
+
+
+def test_drafts_that_stay(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = KdaStates.accept
+
+    def accept_all(self: Any, verified: Any) -> Any:
+        commits = accept(self, verified)
+        for chunk, _ in verified:
+            self._running[chunk.req_id].num_accepted = chunk.stop - chunk.start
+        return commits
+
+    monkeypatch.setattr(KdaStates, "accept", accept_all)
+    found = first(watched(model, {}, drafts=3, seats=3))
+    assert found.part == "state and window" and "with all 3 drafts" in found.looks_like
+
+
+def test_a_hit_that_starts_from_zero(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = KdaStates.begin
+
+    def empty(self: Any, req_id: str, tables: Any, computed: int) -> None:
+        begin(self, req_id, tables, computed)
+        if computed:
+            running = self._running[req_id]
+            self.cache.reset_states([table[running.column] for table in running.tables])
+
+    monkeypatch.setattr(KdaStates, "begin", empty)
+    found = first(watched(model, HITS))
+    assert found.start > 0 and found.looks_like == "begun from zero"
+
+
+def test_one_head_of_one_layer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = PagedMixer._kda_decodes
+
+    def off(self: Any, part: Any, layer: Any, layer_id: int, inputs: Any) -> Any:
+        out = decode(self, part, layer, layer_id, inputs)
+        if layer_id == 1:
+            layer.recurrent[part.state_rows[layer.group][:, 0], 1] *= 1 + 1e-6
+        return out
+
+    monkeypatch.setattr(PagedMixer, "_kda_decodes", off)
+    found = first(watched(model, {}))
+    assert (found.layer_id, found.heads, found.part) == (1, (1,), "state")
+    assert found.error < 1e-5 and found.looks_like == "no state of these texts"
+
+
+def test_who_does_not_run_has_no_state(model: Any) -> None:
+    executor = TorchExecutor(model, CacheConfig(9), 1)
+    with pytest.raises(ValueError, match="'x' is not running"):
+        read_state(executor, "x")
