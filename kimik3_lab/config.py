@@ -198,6 +198,67 @@ class K3Config:
             expert_dtype="bf16",
         )
 
+    @classmethod
+    def rank_slice(cls, tp: int = 8, layers: int = 24) -> K3Config:
+        """Return what one of ``tp`` tensor-parallel ranks computes of the first ``layers`` layers.
+
+        Every width is that rank's own: heads, feed-forward widths and the vocabulary are divided as
+        :mod:`kimik3_lab.performance.placement` divides them; the residual stream, the latent spaces
+        and the number of experts stay whole. Sums over ranks are left out, so it says nothing; it
+        costs what the rank's part costs. The first 24 layers hold 18 KDA and 6 MLA layers, 3 to 1
+        as in the release, and two attention-residual blocks instead of eight.
+
+        Parameters
+        ----------
+        tp
+            Ranks.
+        layers
+            Layers from the bottom; the first one is dense.
+
+        Raises
+        ------
+        ConfigError
+            If a width cannot be divided, or the release has fewer layers.
+
+        Examples
+        --------
+        >>> rank = K3Config.rank_slice()
+        >>> rank.linear_attn_config.num_heads, rank.moe_intermediate_size, rank.num_experts
+        (12, 384, 896)
+        >>> len(rank.kda_layer_ids), len(rank.mla_layer_ids), rank.vocab_size
+        (18, 6, 20480)
+        """
+        whole = cls.released()
+        linear = whole.linear_attn_config
+        if not 1 <= layers <= whole.num_hidden_layers:
+            raise ConfigError(
+                f"layers must be from 1 to {whole.num_hidden_layers}, the release's, got {layers}"
+            )
+
+        def part(size: int, what: str) -> int:
+            if tp < 1 or size % tp:
+                raise ConfigError(f"tp={tp} does not divide {size} {what}: K3 is served with tp=8")
+            return size // tp
+
+        vocab = part(whole.vocab_size, "rows of the vocabulary")
+        return dataclasses.replace(
+            whole,
+            vocab_size=vocab,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=vocab - 1,
+            num_hidden_layers=layers,
+            intermediate_size=part(whole.intermediate_size, "columns of the dense feed-forward"),
+            moe_intermediate_size=part(whole.moe_intermediate_size, "columns of an expert"),
+            num_attention_heads=part(whole.num_attention_heads, "MLA heads"),
+            linear_attn_config=dataclasses.replace(
+                linear,
+                num_heads=part(linear.num_heads, "KDA heads"),
+                kda_layers=tuple(n for n in linear.kda_layers if n <= layers),
+                full_attn_layers=tuple(n for n in linear.full_attn_layers if n <= layers),
+            ),
+        )
+
     # -- derived facts -----------------------------------------------------------------------
 
     def is_kda_layer(self, layer_id: int) -> bool:

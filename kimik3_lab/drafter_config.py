@@ -119,6 +119,50 @@ class DSparkConfig:
             target_num_hidden_layers=target.num_hidden_layers,
         )
 
+    @classmethod
+    def rank_slice(cls, target: K3Config, tp: int = 8) -> DSparkConfig:
+        """Return what one of ``tp`` ranks computes of the released drafter, beside a rank's target.
+
+        Heads, feed-forward width and vocabulary are divided, latent widths and the projection of
+        the taps are whole on every rank. The tapped layers lie as deep in ``target`` as the
+        released ones in 93 layers.
+
+        Parameters
+        ----------
+        target
+            :meth:`kimik3_lab.config.K3Config.rank_slice` with the same ``tp``.
+
+        Raises
+        ------
+        ConfigError
+            If ``tp`` divides heads or feed-forward not evenly, or the target has fewer layers than
+            the drafter has taps.
+
+        Examples
+        --------
+        >>> drafter = DSparkConfig.rank_slice(K3Config.rank_slice())
+        >>> drafter.num_attention_heads, drafter.intermediate_size, drafter.target_layer_ids
+        (8, 1792, (0, 6, 12, 18, 22))
+        """
+        whole, layers = cls(), target.num_hidden_layers
+        if tp < 1 or whole.num_attention_heads % tp or whole.intermediate_size % tp:
+            raise ConfigError(
+                f"tp={tp} does not divide {whole.num_attention_heads} heads and "
+                f"{whole.intermediate_size} columns: K3 is served with tp=8"
+            )
+        depth = (layers - 1) / (whole.target_num_hidden_layers - 1)
+        return dataclasses.replace(
+            whole,
+            hidden_size=target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            intermediate_size=whole.intermediate_size // tp,
+            num_attention_heads=whole.num_attention_heads // tp,
+            target_layer_ids=tuple(round(i * depth) for i in whole.target_layer_ids),
+            target_num_hidden_layers=layers,
+            mask_token_id=target.pad_token_id,
+        )
+
     # -- config.json -----------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:

@@ -64,6 +64,12 @@ LAYERS = (
         frozenset({"numpy"}),
     ),
     Layer(
+        "parallel",
+        ("kimik3_lab.parallel",),
+        (*BASE, "kimik3_lab.reference", "kimik3_lab.performance", "k3_kernels"),
+        frozenset({"torch"}),
+    ),
+    Layer(
         "benchmark",
         ("kimik3_lab.benchmark",),
         ("kimik3_lab.paths", "kimik3_lab.provenance", "kimik3_lab.__init__"),
@@ -76,10 +82,18 @@ LAYERS = (
         frozenset({"numpy"}),
     ),
     Layer(
+        "rank",
+        ("kimik3_lab.rank",),
+        (*BASE, "kimik3_lab.reference", "kimik3_lab.serving", "kimik3_lab.performance",
+         "k3_kernels"),
+        frozenset({"torch"}),
+    ),
+    Layer(
         "teaching",
         ("kimik3_lab.teaching",),
         (*BASE, "kimik3_lab.__init__", "kimik3_lab.reference", "kimik3_lab.serving",
-         "kimik3_lab.performance", "kimik3_lab.benchmark", "kimik3_lab.simulation", "k3_kernels"),
+         "kimik3_lab.performance", "kimik3_lab.benchmark", "kimik3_lab.simulation", "k3_kernels",
+         "kimik3_lab.deploy", "kimik3_lab.reproduce"),
         None,
     ),
     Layer(
@@ -115,6 +129,7 @@ ON_DEMAND = {
     "kimik3_lab.serving.engine": {"tqdm"},  # the progress bar of Engine.generate
     "kimik3_lab.simulation.fleet": {"tqdm"},
     "kimik3_lab.simulation.drive": {"tqdm"},  # the progress bar of a long run
+    "kimik3_lab.rank.measure_skew": {"tokenizers"},
     "kimik3_lab.performance.published": {"scipy"},  # the exact interval of a ratio of counts
 }
 
