@@ -13,7 +13,7 @@ from typing import Literal
 
 from kimik3_lab.performance.hardware import Accelerator
 
-__all__ = ["CURVES", "AllReduceCurve", "AllReduceStyle", "Collectives"]
+__all__ = ["CURVES", "AllReduceCurve", "AllReduceStyle", "Collectives", "scaled_bandwidth"]
 
 AllReduceStyle = Literal["custom", "low_latency"]
 #: Link that the curves were measured on: NVLink 5, bytes a second and direction.
@@ -119,3 +119,32 @@ class Collectives:
         Half of an all-reduce, which is a reduction and a gather. Scattering costs the same.
         """
         return 0.5 * self.all_reduce(size)
+
+
+def scaled_bandwidth(
+    bandwidth: float, measured: tuple[int, float], wanted: tuple[int, float]
+) -> float:
+    """Bytes of a large all-reduce a second on other GPUs, if their links do as well.
+
+    Each of n ranks sends ``2 (n - 1) / n`` times the message, whatever the order: a share of the
+    link's published rate that one number of ranks reaches is taken for another. That leaves out
+    switches that add up on the way, which would be quicker, and more ranks to wait for. Two H200s
+    (``data/results/h200x2/collectives.json``, NCCL in a graph, 64 to 256 MiB) give 0.3e12, so 8
+    B300 should reach about 0.34e12; the constant ``bulk_all_reduce``, set on a published first
+    token, is 0.365e12 with a range from 0.19e12 to 0.48e12.
+
+    Parameters
+    ----------
+    bandwidth
+        As measured, in bytes of the message a second.
+    measured, wanted
+        Ranks, and the link's bytes a second and direction.
+
+    Examples
+    --------
+    >>> round(scaled_bandwidth(300e9, (2, 450e9), (8, 900e9)) / 1e9)
+    343
+    """
+    (ranks, link), (more, other) = measured, wanted
+    sent, to_send = 2 * (ranks - 1) / ranks, 2 * (more - 1) / more
+    return bandwidth * other / link * sent / to_send

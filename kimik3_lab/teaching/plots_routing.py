@@ -16,6 +16,7 @@ __all__ = [
     "bias_quantile",
     "expert_taste",
     "load_over_steps",
+    "placements",
     "rank_imbalance",
     "sorted_loads",
 ]
@@ -208,6 +209,44 @@ def rank_imbalance(
     _spread(figure)
     figure.add_hline(y=1, line={"color": COLORS[6], "width": 1, "dash": "dot"})
     figure.update_layout(title=title, showlegend=False, height=420)
+    return figure
+
+
+def placements(values: Mapping[str, Sequence[float]]) -> go.Figure:
+    """Draw the busiest rank over the mean for each placement: a dot a layer, a line at their mean.
+
+    Parameters
+    ----------
+    values
+        Name of each placement, and its value in every layer.
+
+    Examples
+    --------
+    >>> figure = placements({"in order": [1.4, 1.2], "by load": [1.1, 1.0]})
+    >>> list(figure.data[1].y), round(figure.layout.shapes[0].y0, 2)
+    ([1.1, 1.0], 1.3)
+    """
+    figure = go.Figure()
+    for index, (name, found) in enumerate(values.items()):
+        mean = sum(found) / len(found)
+        # Beside each other, in the order of the layers.
+        x = [index + 0.5 * (i / max(1, len(found) - 1) - 0.5) for i in range(len(found))]
+        figure.add_scatter(
+            x=x, y=list(found), mode="markers", marker=series_style(index)["marker"],
+            hovertemplate="%{y:.2f} times the mean<extra>" + name + "</extra>",
+        )  # fmt: skip
+        figure.add_shape(
+            type="line", x0=index - 0.32, x1=index + 0.32, y0=mean, y1=mean,
+            line={"color": COLORS[index], "width": 3},
+        )  # fmt: skip
+        label(figure, index + 0.3, mean, f"{mean:.2f}", index, side="right")
+    names = list(values)
+    figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names, showgrid=False)
+    figure.update_yaxes(title="busiest rank / mean")
+    figure.add_hline(y=1, line={"color": COLORS[6], "width": 1, "dash": "dot"})
+    figure.update_layout(
+        title="Placed by load, the busiest rank has less to do", showlegend=False, height=420
+    )
     return figure
 
 

@@ -60,3 +60,13 @@ def test_rank_imbalance_keeps_names_apart_and_in_order() -> None:
     ys = {note.text: note.y for note in named}
     assert ys["even"] < ys["uniform"] < ys["real"]
     assert ys["real"] - ys["uniform"] > 0.2
+
+
+def test_placements_show_every_layer_and_their_mean() -> None:
+    figure = plots_routing.placements({"in order": [1.5, 1.1, 1.3], "by load": [1.0]})
+    first, second = figure.data
+    assert list(first.y) == [1.5, 1.1, 1.3] and list(second.y) == [1.0]
+    assert list(first.x) == sorted(first.x) and max(first.x) < min(second.x)
+    means = [shape.y0 for shape in figure.layout.shapes[:2]]
+    assert means == pytest.approx([1.3, 1.0])
+    assert list(figure.layout.xaxis.ticktext) == ["in order", "by load"]

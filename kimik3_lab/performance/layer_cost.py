@@ -1,0 +1,311 @@
+"""Time of one layer on ranks that really exchange: the lab's own kernels, on the lab's own GPUs.
+
+Needs numpy. Lessons 11 and 13 hold it against two H200s. :mod:`kimik3_lab.performance.step_cost`
+prices vLLM on machines that nobody here has; this prices the same terms where both sides of the
+equation can be measured, so that the *form* of the model is tested: kernels timed alone on one GPU,
+and exchanges timed alone on two, add up to a layer on two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kimik3_lab.config import K3Config
+from kimik3_lab.performance.constants import constants_with
+from kimik3_lab.performance.hardware import accelerator
+
+__all__ = ["KERNELS", "KernelLine", "LayerCost", "LayerTime", "Line", "MeasuredCollectives"]
+
+#: Bytes of a weight: bfloat16, and MXFP4 with its share of a scale.
+_BF16, _MXFP4 = 2, 17 / 32
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A collective's time as ``latency + bytes / bandwidth``.
+
+    Attributes
+    ----------
+    latency_s, bandwidth
+        Seconds, and bytes of the message a second.
+    worst_error
+        Largest relative distance of a measured size from the line.
+    least_bytes, most_bytes
+        Sizes that it was laid through.
+    """
+
+    latency_s: float
+    bandwidth: float
+    worst_error: float
+    least_bytes: int
+    most_bytes: int
+
+    def seconds(self, size: float) -> float:
+        """Time of a message of ``size`` bytes."""
+        return self.latency_s + size / self.bandwidth
+
+
+class MeasuredCollectives:
+    """Collectives among GPUs that were timed at many sizes.
+
+    Parameters
+    ----------
+    times
+        Name to sizes in bytes, ascending, and seconds.
+    ranks
+        GPUs that took part.
+
+    Examples
+    --------
+    >>> table = MeasuredCollectives({"all_reduce": ([1024, 4096], [1e-5, 2e-5])}, ranks=2)
+    >>> [round(1e6 * table.seconds("all_reduce", size)) for size in (512, 4096)]
+    [10, 20]
+    """
+
+    def __init__(
+        self, times: Mapping[str, tuple[Sequence[int], Sequence[float]]], ranks: int
+    ) -> None:
+        self.ranks = ranks
+        self._times = {
+            name: (np.asarray(sizes, float), np.asarray(seconds, float))
+            for name, (sizes, seconds) in times.items()
+        }
+
+    @classmethod
+    def from_rows(
+        cls, rows: Sequence[Mapping[str, Any]], ranks: int, *, mode: str = "graph"
+    ) -> MeasuredCollectives:
+        """Read the rows ``collectives`` of ``data/results/h200x2/collectives.json``.
+
+        Raises
+        ------
+        ValueError
+            If there is no row of that mode.
+        """
+        times: dict[str, tuple[list[int], list[float]]] = {}
+        for row in sorted(rows, key=lambda row: row["bytes"]):
+            if row["mode"] == mode:
+                sizes, seconds = times.setdefault(row["collective"], ([], []))
+                sizes.append(row["bytes"])
+                seconds.append(row["us"] / 1e6)
+        if not times:
+            raise ValueError(f"no collective was timed in mode {mode!r}")
+        return cls(times, ranks)
+
+    def seconds(self, name: str, size: float) -> float:
+        """Time of a message of ``size`` bytes, between the sizes that were timed.
+
+        Below the smallest it is that one's time; beyond the largest its bandwidth.
+        """
+        if size <= 0 or self.ranks == 1:
+            return 0.0
+        sizes, seconds = self._times[name]
+        if size > sizes[-1]:
+            return float(seconds[-1] * size / sizes[-1])
+        return float(np.exp(np.interp(math.log(size), np.log(sizes), np.log(seconds))))
+
+    def line(self, name: str, least_bytes: int = 0, most_bytes: int = 1 << 62) -> Line:
+        """Lay a line through the sizes of a range, every size counting alike (relative errors)."""
+        sizes, seconds = self._times[name]
+        chosen = (sizes >= least_bytes) & (sizes <= most_bytes)
+        x, y = sizes[chosen], seconds[chosen]
+        if len(x) < 2:
+            raise ValueError(f"{name}: a line needs two sizes in the range, got {len(x)}")
+        matrix = np.stack([1 / y, x / y], 1)
+        (latency, slope), *_ = np.linalg.lstsq(matrix, np.ones(len(x)), rcond=None)
+        worst = float(np.abs(matrix @ (latency, slope) - 1).max())
+        return Line(float(latency), float(1 / slope), worst, int(x[0]), int(x[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLine:
+    """A kernel's time as ``latency + bytes / bandwidth + operations / rate``, on an H200.
+
+    Attributes
+    ----------
+    latency_s, bandwidth, rate
+        Seconds, bytes a second, operations a second; a rate of 0 stands for no arithmetic.
+    within
+        Largest relative distance of the measured cases from the line.
+    evidence
+        Which cases.
+    """
+
+    latency_s: float
+    bandwidth: float
+    rate: float
+    within: float
+    evidence: str
+
+    def us(self, size: float, operations: float = 0.0) -> float:
+        """Microseconds for so many bytes and operations."""
+        seconds = self.latency_s + size / self.bandwidth
+        if self.rate:
+            seconds += operations / self.rate
+        return seconds * 1e6
+
+
+_ONE_GPU = "data/results/h200/kernels.json"
+#: The lab's kernels on one H200, set on that GPU alone: no run of two GPUs went into them.
+KERNELS: Mapping[str, KernelLine] = {
+    "experts": KernelLine(
+        13.8e-6, 4.05e12, 0.47e15, 0.12,
+        f"{_ONE_GPU}, moe_mxfp4_tp8 and moe_mxfp4_ep8, T = 1 to 8192, even and skewed; a slice of "
+        "384 columns and a whole expert of 3072 give the same line within 4 %",
+    ),
+    "kda_decode": KernelLine(
+        3.5e-6, 3.95e12, 0.0, 0.12, f"{_ONE_GPU}, kda_decode, 12 and 96 heads, 1 to 256 requests"
+    ),
+    "attn_res": KernelLine(
+        4.6e-6, 4.2e12, 0.0, 0.15, f"{_ONE_GPU}, attnres8, T = 1 to 8192"
+    ),
+    "router": KernelLine(2.8e-6, 1.03e12, 0.0, 0.1, f"{_ONE_GPU}, router, T = 1 to 8192"),
+}  # fmt: skip
+#: Chunked scan of a prompt: seconds a head and token where all heads of a layer are here, and its
+#: start (kda_prefill, 96 heads); the convolution before it moves its rows twice.
+_SCAN_HEAD_TOKEN, _SCAN_START = 3.3e-9, 30e-6
+#: A small kernel of PyTorch in a captured graph, and the rows of which it reads and writes many.
+#: Assumed: no run of one GPU has it alone.
+_SMALL = 2.0e-6
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Microseconds of a layer, by part."""
+
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """All of it: parts follow each other."""
+        return sum(self.parts.values())
+
+    @property
+    def exchanges(self) -> float:
+        """What of it is exchanged between ranks."""
+        return self.parts["all_reduce"]
+
+
+class LayerCost:
+    """Prices a KDA layer with its MoE on one of several ranks.
+
+    Parameters
+    ----------
+    config
+        Shape of the model.
+    hardware
+        Name of the GPU: its peaks, of which dense products reach the shares of
+        :mod:`~kimik3_lab.performance.constants`.
+    collectives
+        Times of the exchanges.
+    constants
+        Values that replace those shares.
+
+    Examples
+    --------
+    >>> table = MeasuredCollectives({"all_reduce": ([4096, 1 << 28], [1e-5, 1e-3])}, ranks=2)
+    >>> cost = LayerCost(K3Config.released(), "H200", table)
+    >>> time = cost.layer_us("moe", 1, ranks=2, whole_experts=False, distinct=16, pairs=16)
+    >>> 80 < time.total < 200, time.exchanges > 20
+    (True, True)
+    """
+
+    #: Blocks of the residual stream that the measured layer reads.
+    blocks = 4
+    #: Tokens from which a step is one prompt instead of requests that decode.
+    prefill_from = 1024
+
+    def __init__(
+        self,
+        config: K3Config,
+        hardware: str,
+        collectives: MeasuredCollectives,
+        constants: Mapping[str, float] | None = None,
+    ) -> None:
+        gpu, values = accelerator(hardware), constants_with(constants)
+        self.config, self.collectives = config, collectives
+        self._start = values["gemm_latency"]
+        self._read = gpu.bandwidth * values["gemm_bandwidth"]
+        self._multiply = gpu.bf16_flops * values["gemm_flops"]
+        self._stream = gpu.bandwidth * values["elementwise_bandwidth"]
+
+    def layer_us(
+        self,
+        layer: str,
+        tokens: int,
+        *,
+        ranks: int,
+        whole_experts: bool,
+        distinct: float,
+        pairs: float,
+    ) -> LayerTime:
+        """Predict one layer.
+
+        Parameters
+        ----------
+        layer
+            ``"moe"``, or ``"whole"`` for KDA and residual mixtures besides.
+        tokens
+            T.
+        ranks
+            GPUs that share the layer out.
+        whole_experts
+            Expert parallel instead of slices of every expert.
+        distinct, pairs
+            Experts that the busiest rank reads, and pairs that it computes.
+        """
+        if layer not in ("moe", "whole"):
+            raise ValueError(f"layer must be 'moe' or 'whole', got {layer!r}")
+        config = self.config
+        hidden, latent = config.hidden_size, config.routed_expert_hidden_size
+        width = config.moe_intermediate_size / (1 if whole_experts else ranks)
+        shared = config.shared_intermediate_size / ranks
+        row, small_row = _BF16 * hidden * tokens, _BF16 * latent * tokens
+        reduce = self._all_reduce
+        parts = {
+            "router": self._product(config.num_experts, hidden, tokens)
+            + KERNELS["router"].us(4.0 * config.num_experts * tokens),
+            "latent": 2 * self._product(latent, hidden, tokens),
+            "experts": KERNELS["experts"].us(
+                distinct * 3 * latent * width * _MXFP4, pairs * 6 * latent * width
+            ),
+            "shared": self._product(2 * shared, hidden, tokens)
+            + self._small(3 * _BF16 * shared * tokens)
+            + self._product(hidden, shared, tokens),
+            "small": self._small(2 * small_row) + self._small(3 * row),
+            "all_reduce": reduce(small_row) + reduce(row),
+        }
+        if layer == "whole":
+            parts["mixtures"] = 2 * KERNELS["attn_res"].us((self.blocks + 4) * row)
+            parts["kda"] = self._kda(tokens, ranks)
+            parts["all_reduce"] += reduce(row)
+        return LayerTime(parts)
+
+    def _kda(self, tokens: int, ranks: int) -> float:
+        linear, hidden = self.config.linear_attn_config, self.config.hidden_size
+        heads, dim = linear.num_heads / ranks, linear.head_dim
+        width = heads * dim
+        us = self._product(4 * width, hidden, tokens) + self._product(dim + heads, hidden, tokens)
+        us += self._product(width, dim, tokens) + self._product(hidden, width, tokens)
+        us += self._small(2 * _BF16 * heads * tokens)
+        if tokens < self.prefill_from:
+            state = 2 * 4 * heads * dim * dim * tokens  # float32, read and written
+            return us + KERNELS["kda_decode"].us(state + 9 * _BF16 * width * tokens)
+        us += 1e6 * (_SCAN_START + _SCAN_HEAD_TOKEN * heads * tokens)
+        us += self._small(2 * 3 * _BF16 * width * tokens)  # convolution
+        return us + self._small(3 * _BF16 * width * tokens)  # gated norm
+
+    def _product(self, outputs: float, inputs: float, rows: int) -> float:
+        read = _BF16 * outputs * inputs / self._read
+        return 1e6 * (self._start + max(read, 2 * outputs * inputs * rows / self._multiply))
+
+    def _small(self, moved: float) -> float:
+        return 1e6 * (_SMALL + moved / self._stream)
+
+    def _all_reduce(self, size: float) -> float:
+        return 1e6 * self.collectives.seconds("all_reduce", size)
