@@ -1,0 +1,148 @@
+"""Lesson 06 reads registers: compile the walk over a prompt for a GPU that is not here.
+
+Needs Triton and ``k3_kernels``; no GPU. :func:`walk_registers` starts a process of its own, because
+Triton in the lesson's process interprets kernels; this file is also the program that runs there.
+:mod:`kimik3_lab.teaching.machine_code` does the same to count instructions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["RegisterUse", "parse_usage", "walk_registers"]
+
+_HEAD_DIM, _CHUNK = 128, 64
+
+
+@dataclass(frozen=True)
+class RegisterUse:
+    """What the compiler gave a thread of a program that takes ``block_v`` values of a state.
+
+    Attributes
+    ----------
+    triton
+        Version of the compiler.
+    block_v, num_warps
+        Values and warps of a program.
+    registers, spilled_bytes
+        Of one thread. What does not fit into 255 registers is spilled to memory.
+
+    Examples
+    --------
+    >>> RegisterUse("3.9.0", 128, 4, 255, 592).state_registers
+    128
+    """
+
+    triton: str
+    block_v: int
+    num_warps: int
+    registers: int
+    spilled_bytes: int
+
+    @property
+    def state_registers(self) -> int:
+        """Registers of a thread that the float32 state alone takes."""
+        return self.block_v * _HEAD_DIM // (32 * self.num_warps)
+
+
+def walk_registers(
+    shapes: Sequence[tuple[int, int]], *, capability: int = 90, timeout: float = 240
+) -> list[RegisterUse]:
+    """Compile the prefill ladder's walk for some numbers of values and warps.
+
+    Parameters
+    ----------
+    shapes
+        (values, warps) of a program.
+    capability
+        Compute capability times ten: 90 is Hopper.
+    timeout
+        Seconds for the compiler.
+
+    Raises
+    ------
+    RuntimeError
+        If the compiler fails; the message ends with what it said.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, str(capability), json.dumps(list(shapes))],
+        capture_output=True, text=True, env=environment, timeout=timeout,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(
+            f"compiling walk_kernel for sm_{capability} failed, expected machine code. Triton "
+            f"said: {done.stderr[-2000:]}"
+        )
+    return [RegisterUse(**use) for use in json.loads(done.stdout.splitlines()[-1])]
+
+
+def parse_usage(text: str) -> tuple[int, int]:
+    """Return registers and spilled bytes of a thread from what ``cuobjdump -res-usage`` printed.
+
+    Raises
+    ------
+    ValueError
+        If it printed something else.
+
+    Examples
+    --------
+    >>> parse_usage("Function walk_kernel:  REG:255 STACK:592 SHARED:0 LOCAL:0 CONSTANT[0]:720")
+    (255, 592)
+    """
+    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
+    if set(found) != {"REG", "STACK", "LOCAL"}:
+        raise ValueError(f"got {text!r}, expected REG, STACK and LOCAL: look at the tool's output")
+    return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
+
+
+def _compile(shape: tuple[int, int], capability: int) -> RegisterUse:
+    import triton
+    import triton.language as tl
+    from k3_kernels.kda_ladder_prefill_kernel import walk_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    block_v, num_warps = shape
+    types = dict.fromkeys(("out", "v", "kg", "qg", "kd", "solve", "scores"), "*bf16")
+    types |= dict.fromkeys(("decay", "starts", "ends", "maps"), "*fp32")
+    types = {f"{name}_ptr": kind for name, kind in types.items()}
+    integers = ("out_stride", "v_stride", "num_tokens", "num_chunks", "segment_chunks")
+    types |= dict.fromkeys(integers, "i32")
+    constants = {"D": _HEAD_DIM, "CHUNK": _CHUNK, "BLOCK_V": block_v, "SURVEY": False, "STAGES": 2,
+                 "COMPUTE": tl.float32}  # fmt: skip
+    names = list(walk_kernel.arg_names)
+    source = ASTSource(
+        walk_kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run(
+            [tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True
+        )
+    return RegisterUse(
+        triton.__version__, block_v, num_warps, *parse_usage(usage.stdout + usage.stderr)
+    )
+
+
+if __name__ == "__main__":
+    wanted = [tuple(shape) for shape in json.loads(sys.argv[2])]
+    with ProcessPoolExecutor(min(2, len(wanted))) as pool:
+        uses = pool.map(_compile, wanted, [int(sys.argv[1])] * len(wanted))
+        print(json.dumps([asdict(use) for use in uses]))
