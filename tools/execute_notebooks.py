@@ -2,15 +2,17 @@
 
     python tools/execute_notebooks.py notebooks/00_start_here.ipynb ...
 
-Without names it runs every lesson. A notebook that fails is left as it was. Predictions go to a
-temporary folder, so yours stay as they are; widget states and timings, which only make noise in a
-diff, are not stored.
+Without names it runs every lesson and recipe. A notebook that fails is left as it was. Predictions
+go to a temporary folder, so yours stay as they are; widget states and timings, which only make
+noise in a diff, are not stored. A recipe's header gets the date of the run as "Last verified".
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
+import re
 import sys
 import tempfile
 import time
@@ -42,19 +44,34 @@ def execute(path: Path, *, timeout: int = 600) -> None:
             cell.outputs = [o for o in cell.outputs if _WIDGET not in o.get("data", {})]
     # Which Python patch release ran it is printed by the Setup cell; here it would only be noise.
     notebook.metadata.get("language_info", {}).pop("version", None)
+    _date(notebook)
     part = path.with_suffix(".ipynb.part")
     part.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 
+def _date(notebook: nbformat.NotebookNode) -> None:
+    """Write today's date into the header of a recipe, which has just been seen to work."""
+    today = datetime.date.today().isoformat()
+    first = notebook.cells[0]
+    first.source = re.sub(
+        r"(\| \*\*Last verified\*\* \| )\d{4}-\d\d-\d\d", rf"\g<1>{today}", first.source
+    )
+
+
+def _all() -> list[Path]:
+    found = (p for p in NOTEBOOKS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+    return sorted(found)
+
+
 def main() -> int:
     """Run the notebooks named on the command line; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("notebooks", nargs="*", type=Path, help="default: every lesson")
+    parser.add_argument("notebooks", nargs="*", type=Path, help="default: every lesson and recipe")
     failed = []
     with tempfile.TemporaryDirectory(prefix="k3lab-execute-") as home:
         os.environ["K3LAB_HOME"] = home
-        for path in parser.parse_args().notebooks or sorted(NOTEBOOKS.rglob("[0-9]*.ipynb")):
+        for path in parser.parse_args().notebooks or _all():
             start = time.monotonic()
             try:
                 execute(path)

@@ -6,6 +6,8 @@ begins with::
     from kimik3_lab.teaching import session as lab
 
     ctx = lab.start("00")
+
+A recipe of the cookbook begins likewise, with ``lab.recipe("name_of_its_file")``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from kimik3_lab.teaching.scoring import format_number
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["DEVICE_ENV", "Session", "seed", "start"]
+__all__ = ["DEVICE_ENV", "Session", "recipe", "seed", "start"]
 
 #: Set this to ``cpu`` or ``cuda`` to choose where lessons run; unset, a GPU is used if there is
 #: one.
@@ -42,7 +44,7 @@ class Session:
     Attributes
     ----------
     lesson, title
-        Number of the lesson, such as ``"00"``, and its title.
+        Number of the lesson, such as ``"00"``, or name of the recipe, and its title.
     device
         ``"cpu"`` or ``"cuda"``: hand it to torch.
     live
@@ -141,18 +143,40 @@ def start(lesson: str, *, seed: int = _SEED) -> Session:
     RuntimeError
         If ``K3LAB_DEVICE`` asks for a device that is not here, or kernels were imported too early.
     """
+    return _begin(lesson, f"Lesson {lesson}", _title(f"{lesson}_*.ipynb", lesson), seed)
+
+
+def recipe(name: str, *, seed: int = _SEED) -> Session:
+    """Begin a recipe of the cookbook, as :func:`start` begins a lesson.
+
+    Parameters
+    ----------
+    name
+        Name of its file in ``notebooks/recipes``, without the ending.
+    seed
+        For random, numpy and torch.
+
+    Raises
+    ------
+    RuntimeError
+        As :func:`start`.
+    """
+    return _begin(name, "Recipe", _title(f"recipes/{name}.ipynb"), seed)
+
+
+def _begin(name: str, kind: str, title: str, value: int) -> Session:
     device = _choose_device()
     has_triton = importlib.util.find_spec("triton") is not None
     if device == "cpu" and has_triton:
         _use_interpreter()
-    globals()["seed"](seed)
+    seed(value)
     _use_one_thread()
     if importlib.util.find_spec("plotly") is not None:
         from kimik3_lab.teaching.plots import use_style
 
         use_style()
-    session = Session(lesson, _title(lesson), device, has_triton, seed)
-    print(_banner(session))
+    session = Session(name, title, device, has_triton, value)
+    print(_banner(session, kind))
     return session
 
 
@@ -220,7 +244,7 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _banner(session: Session) -> str:
+def _banner(session: Session, kind: str) -> str:
     where = "CPU"
     kernels = "live, Triton kernels run in the interpreter"
     if session.device == "cuda":
@@ -234,7 +258,7 @@ def _banner(session: Session) -> str:
         versions.append(f"{label} {_version(package)}")
     return "\n".join(
         (
-            f"Lesson {session.lesson}: {session.title}".removesuffix(": "),
+            f"{kind}: {session.title}".removesuffix(": "),
             "  versions  " + ", ".join(versions),
             f"  device    {where}",
             f"  mode      {kernels}",
@@ -250,16 +274,16 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _title(lesson: str) -> str:
-    """Title from the lesson's own notebook, so that it is written in one place only."""
+def _title(pattern: str, number: str = "") -> str:
+    """Title from the notebook itself, so that it is written in one place only."""
     from kimik3_lab.paths import repository_dir
 
-    for path in sorted((repository_dir() / "notebooks").glob(f"{lesson}_*.ipynb")):
+    for path in sorted((repository_dir() / "notebooks").glob(pattern)):
         try:
             first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
         except (OSError, ValueError, LookupError, TypeError):
             continue
-        return first.partition("\n")[0].lstrip("# ").removeprefix(lesson).lstrip(" —-").strip()
+        return first.partition("\n")[0].lstrip("# ").removeprefix(number).lstrip(" —-").strip()
     return ""
 
 

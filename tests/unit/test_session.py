@@ -45,6 +45,24 @@ def test_start_says_what_runs_here(
     assert (ctx.device, ctx.live, ctx.seed) == ("cpu", True, 3)
 
 
+def test_recipe_begins_under_its_title(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "notebooks" / "recipes").mkdir(parents=True)
+    cells = [{"cell_type": "markdown", "source": ["# Size a deployment\n", "| | |"]}]
+    path = tmp_path / "notebooks" / "recipes" / "size_it.ipynb"
+    path.write_text(json.dumps({"cells": cells}))
+    monkeypatch.setattr("kimik3_lab.paths.repository_dir", lambda: tmp_path)
+    ctx = lab.recipe("size_it", seed=5)
+    first = random.random()
+    lab.seed(5)
+    assert random.random() == first
+    assert (ctx.lesson, ctx.title, ctx.device) == ("size_it", "Size a deployment", "cpu")
+    out = capsys.readouterr().out
+    assert out.startswith("Recipe: Size a deployment\n")
+    assert f"torch {torch.__version__}" in out
+
+
 def test_start_without_triton_says_recorded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
