@@ -205,18 +205,21 @@ def check_slow_readers(num_readers: int = 3, num_tokens: int = 2000) -> None:
         return result
 
     async def conversation() -> None:
+        end.executor.gate.clear()  # nobody is through before all are there
         slow = [await open_and_do_not_read() for _ in range(num_readers)]
         async with session() as client, contextlib.AsyncExitStack() as stack:
             for connection in slow:
                 stack.callback(connection.close)
             while end.client.num_in_flight != num_readers:
                 await asyncio.sleep(0.01)
+            end.executor.gate.set()
             fast = await stream(client, end.url, {"prompt": "fast", "max_tokens": 50})
             check_whole_stream(fast, "fast", 50)
             while end.engine.has_unfinished_requests():
                 await asyncio.sleep(0.05)
             # The engine has done its part, and their blocks are free, though nobody has read.
             assert end.engine.stats().scheduler.kv_cache_usage == 0
+            await asyncio.sleep(0.5)  # what the engine handed over last arrives
             unread = [stream.num_unread_tokens for stream in end.client._open]
             assert len(unread) == num_readers and min(unread) > num_tokens // 4
             kept = num_outputs() - before

@@ -139,7 +139,7 @@ def all_answers_have_one_seed(patch: Patch) -> None:
 @mistake(checks.check_seeds_of_answers)
 def a_prompt_counts_for_each_answer(patch: Patch) -> None:
     original = streaming.usage
-    patch.setattr(streaming, "usage", lambda prompt, completion: original(3 * prompt, completion))
+    patch.setattr(streaming, "usage", lambda prompt, *rest: original(3 * prompt, *rest))
 
 
 @mistake(checks.check_logprobs)
