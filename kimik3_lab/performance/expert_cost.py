@@ -90,8 +90,11 @@ class ExpertLayers:
         self._known: dict[tuple[int, int], float] = {}
 
     def distinct(self, work: StepWork) -> float:
-        """Experts of a layer that the step reads, over all ranks."""
-        copies = self._parallel.dp  # every copy of the trunk brings tokens like these
+        """Experts of a layer that the step reads, over all ranks.
+
+        ``work`` is that of a copy of the trunk, or their mean where copies differ.
+        """
+        copies = self._parallel.dp
         seqs = work.num_prefill_seqs + work.num_decode_seqs
         tokens = effective_tokens(work.num_tokens, seqs, self._reuse)
         return self._coverage.distinct(copies * tokens)

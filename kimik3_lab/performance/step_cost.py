@@ -9,7 +9,7 @@ and takes at least as long as the host needs for that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,7 +23,7 @@ from kimik3_lab.performance.expert_cost import ExpertLayers
 from kimik3_lab.performance.hardware import Accelerator, accelerator
 from kimik3_lab.performance.parallelism import Parallelism
 from kimik3_lab.performance.scenarios import Scenario
-from kimik3_lab.performance.step_work import StepWork
+from kimik3_lab.performance.step_work import StepWork, even_share, work_of_all
 from kimik3_lab.performance.wiring import residual_reads
 
 __all__ = [
@@ -178,7 +178,7 @@ class CostModel:
         self._behind: dict[tuple[int, int, int, int], tuple[float, float]] = {}
 
     def step_cost(self, work: StepWork) -> StepCost:
-        """Price one step.
+        """Price one step; with ``dp`` copies of the trunk, one in which all have this much to do.
 
         Examples
         --------
@@ -188,13 +188,50 @@ class CostModel:
         >>> abs(cost.total_s - sum(cost.parts.values())) < 1e-12
         True
         """
+        return self._cost(work, work)
+
+    def lockstep_cost(self, works: Sequence[StepWork]) -> StepCost:
+        """Price a step of all copies of the trunk: that of the slowest, for which the others wait.
+
+        The experts see the rows of all copies. A copy without work (``num_tokens`` of 0) runs a
+        dummy batch, which is taken to cost no more than a step with work.
+
+        Raises
+        ------
+        ValueError
+            If there is not one of ``works`` for each copy, or none of them has a row.
+
+        Examples
+        --------
+        >>> from kimik3_lab.performance.step_work import decode_work
+        >>> model = CostModel(K3Config.released(), "B300", Parallelism(tp=8, dp=2, ep=16))
+        >>> even, none = decode_work(64, context=8000), StepWork(num_tokens=0)
+        >>> alone = model.lockstep_cost([even, none]).total_s
+        >>> alone < model.lockstep_cost([even, even]).total_s == model.step_cost(even).total_s
+        True
+        """
+        if len(works) != self.parallel.dp:
+            raise ValueError(
+                f"got the work of {len(works)} copies, {self.parallel.name} has {self.parallel.dp}"
+            )
+        busy = {work for work in works if work.num_tokens}
+        if not busy:
+            raise ValueError("no copy has a row to compute: a step without work is not run")
+        mean = even_share(work_of_all(works), len(works))
+        costs = [self._cost(work, mean) for work in works if work in busy]
+        return max(costs, key=lambda cost: cost.total_s)
+
+    def _cost(self, work: StepWork, mean: StepWork) -> StepCost:
+        """Price the step of a copy, where all copies on average have ``mean`` to do."""
         rows = work.num_tokens
         parts = self._by_rows.get(rows)
         if parts is None:
             parts = self._by_rows[rows] = self._row_parts(rows)
         parts = parts.copy()
+        if self.parallel.dp > 1:
+            parts["all_reduce"] += self._exchange_rows(mean.num_tokens)
         captured = rows <= GRAPH_ROWS
-        experts = parts["routed_experts"] = self.experts.seconds(work)
+        experts = parts["routed_experts"] = self.experts.seconds(mean)
         if captured:
             parts["shared_experts"] = max(0.0, parts["shared_experts"] - experts)
         parts["kda_state"] = self.kda.seconds(work)
@@ -250,10 +287,6 @@ class CostModel:
         if rows > GRAPH_ROWS:
             # The shared experts' sum, too; in a graph it hides behind the routed experts.
             exchanged += self.experts.layers * reduce(hidden)
-        if self.parallel.dp > 1:
-            # Every rank gets the rows of all copies, and gives back what its experts made of them.
-            every = latent * self.parallel.dp
-            exchanged += self.experts.layers * 2 * self._dispatch.gather(every)
         parts["all_reduce"] = exchanged
         moved = hidden * self._streams
         parts["residuals_and_norms"] = layers * values["elementwise_latency"] + moved / (
@@ -262,6 +295,11 @@ class CostModel:
         if self.parallel.pp > 1:
             parts["pipeline"] = self._hand_over(hidden)
         return parts
+
+    def _exchange_rows(self, rows: int) -> float:
+        """Give every rank the rows of all copies, and take back what its experts made of them."""
+        every = 2.0 * self.config.routed_expert_hidden_size * rows * self.parallel.dp
+        return self.experts.layers * 2 * self._dispatch.gather(every)
 
     def _context_exchange(self, rows: int) -> float:
         """Send queries to all ranks and partial outputs back, in every MLA layer."""

@@ -7,14 +7,17 @@ hand for each kind of step.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-__all__ = ["StepWork", "decode_work", "prefill_work"]
+__all__ = ["StepWork", "decode_work", "even_share", "prefill_work", "work_of_all"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """Counts of one step. All are over every request of the step, on all ranks together.
+
+    With data parallelism that is the step of one copy of the trunk, with the requests of this copy.
 
     Attributes
     ----------
@@ -137,3 +140,34 @@ def prefill_work(
         num_draft_seqs=num_seqs if num_speculative_tokens else 0,
         num_speculative_tokens=num_speculative_tokens,
     )
+
+
+def work_of_all(works: Iterable[StepWork]) -> StepWork:
+    """Add up the steps of all copies of the trunk.
+
+    Examples
+    --------
+    >>> work_of_all([decode_work(3, context=100), prefill_work(20)]).num_tokens
+    23
+    """
+    works = list(works)
+    names = [field.name for field in fields(StepWork) if field.name != "num_speculative_tokens"]
+    sums = {name: sum(getattr(work, name) for work in works) for name in names}
+    most = max((work.num_speculative_tokens for work in works), default=0)
+    return StepWork(**sums, num_speculative_tokens=most)
+
+
+def even_share(work: StepWork, copies: int) -> StepWork:
+    """Share of one copy, if ``copies`` of the trunk split ``work`` evenly; rounded up.
+
+    Examples
+    --------
+    >>> share = even_share(decode_work(5, context=100), 2)
+    >>> share.num_decode_seqs, share.num_tokens, share.decode_context
+    (3, 3, 250)
+    """
+    if copies == 1:
+        return work
+    share = {field.name: -(-getattr(work, field.name) // copies) for field in fields(StepWork)}
+    share["num_tokens"] = share["num_prefill_tokens"] + share["num_decode_tokens"]
+    return StepWork(**share | {"num_speculative_tokens": work.num_speculative_tokens})

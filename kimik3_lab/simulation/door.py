@@ -15,6 +15,7 @@ from typing import Protocol
 
 from kimik3_lab.serving.engine import Engine
 from kimik3_lab.serving.scheduler import Scheduler
+from kimik3_lab.simulation.data_parallel import LockstepScheduler
 from kimik3_lab.simulation.requests import SimulationRequest, make_request
 from kimik3_lab.simulation.run_log import RunLog
 
@@ -54,6 +55,7 @@ def most_admissions(scheduler: Scheduler) -> float:
         config.policy != "fcfs"
         or config.batching != "continuous"
         or config.long_prefill_token_threshold > 0  # may be a fair share among all
+        or isinstance(scheduler, LockstepScheduler)  # deals requests out as they come
         or config.prefill_schedule_interval > 1  # holds prompts back for those who wait
     )
     if sees_all or not cache.num_kda_groups:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from kimik3_lab.performance.scenarios import Scenario
+from kimik3_lab.performance.step_work import even_share
 from kimik3_lab.simulation.acceptance import AcceptanceModel
 from kimik3_lab.simulation.results import SimulationResult
 from kimik3_lab.simulation.spec import SimulationSpec
@@ -77,11 +78,11 @@ def _seconds(
     before: dict[str, float] = {}
     after: dict[str, float] = {}
     for name, kind in kinds.items():
-        work = kind.mean_work(k)
+        work, other_work = (even_share(kind.mean_work(k), s.parallel.dp) for s in (spec, other))
         warm = kind.seconds - kind.parts["cold_start"]
         ratio = 1.0
         if kind.steps:
-            ratio = other_costs.step_cost(work).total_s / costs.step_cost(work).total_s
+            ratio = other_costs.step_cost(other_work).total_s / costs.step_cost(work).total_s
         before[name] = warm
         after[name] = warm * ratio
     if kinds["decode"].decode_seqs and k:

@@ -12,10 +12,10 @@ answer moves the clock. Tokens are made up; how many drafts were right is drawn 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from kimik3_lab.performance.step_work import StepWork
+from kimik3_lab.performance.step_work import StepWork, work_of_all
 from kimik3_lab.serving.outputs import (
     CachedRequestData,
     ModelRunnerOutput,
@@ -24,6 +24,7 @@ from kimik3_lab.serving.outputs import (
 )
 from kimik3_lab.simulation.acceptance import AcceptanceModel
 from kimik3_lab.simulation.clock import VirtualClock
+from kimik3_lab.simulation.data_parallel import LockstepOutput
 from kimik3_lab.simulation.totals import StepTotals
 
 __all__ = ["SimulatedExecutor", "StepCost", "StepCosts"]
@@ -53,6 +54,10 @@ class StepCosts(Protocol):
 
     def step_cost(self, work: StepWork) -> StepCost:
         """Cost of one step."""
+        ...
+
+    def lockstep_cost(self, works: Sequence[StepWork]) -> StepCost:
+        """Cost of a step of all data-parallel copies; asked only where there are several."""
         ...
 
 
@@ -145,11 +150,20 @@ class SimulatedExecutor:
         """Count the step, move the clock on by its cost, and answer with made-up tokens."""
         self._drop(scheduler_output)
         self._admit(scheduler_output)
-        work, result = self._compute(scheduler_output)
+        works: list[StepWork] = []
+        if isinstance(scheduler_output, LockstepOutput):
+            answers = [self._compute(output) for output in scheduler_output.copies]
+            works = [of_copy for of_copy, _ in answers]
+            work, result = work_of_all(works), ModelRunnerOutput([], [])
+            for _, answer in answers:
+                result.req_ids += answer.req_ids
+                result.sampled_token_ids += answer.sampled_token_ids
+        else:
+            work, result = self._compute(scheduler_output)
         if not work.num_tokens:  # nobody could be scheduled, so the machine does nothing
             return result
         try:
-            cost = self.costs.step_cost(work)
+            cost = self.costs.lockstep_cost(works) if works else self.costs.step_cost(work)
             seconds, parts = cost.total_s, cost.parts
             if self._cold_start_s:
                 seconds, parts = seconds + self._cold_start_s, {**parts, **self._warm_up()}

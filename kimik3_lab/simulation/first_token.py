@@ -154,6 +154,7 @@ def _run(
     def execute_and_note(scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         start = executor.clock.now
         result = execute(scheduler_output)
+        stats = scheduler.make_stats()
         steps.append(
             _Step(
                 start,
@@ -164,8 +165,8 @@ def _run(
                     for data in scheduler_output.scheduled_new_reqs
                 },
                 frozenset(scheduler_output.preempted_req_ids),
-                scheduler.num_running,
-                scheduler.kv_cache_manager.usage,
+                stats.num_running_reqs,
+                stats.kv_cache_usage,
             )
         )
         return result
@@ -173,4 +174,4 @@ def _run(
     executor.execute_model = execute_and_note  # type: ignore[method-assign]
     log = RunLog(Window(0.0, math.inf), keep_records=True)
     drive(engine, executor, Queue(requests, delay_s=spec.scenario.turnaround_s), log)
-    return log.records, steps, scheduler.scheduler_config.max_num_seqs
+    return log.records, steps, scheduler.scheduler_config.max_num_seqs * spec.parallel.dp

@@ -22,6 +22,7 @@ from kimik3_lab.performance.step_work import StepWork, decode_work, prefill_work
 from kimik3_lab.simulation.acceptance import chance_of_mean, survival_curve
 
 if TYPE_CHECKING:
+    from kimik3_lab.simulation.executor import StepCost, StepCosts
     from kimik3_lab.simulation.spec import SimulationSpec
 
 __all__ = ["Pace", "ReplicaLoad"]
@@ -41,7 +42,8 @@ class Pace:
     Attributes
     ----------
     prefill_token_s
-        Seconds for each prompt token in a full step that some requests decode in.
+        Seconds for each prompt token in a full step that some requests decode in; data-parallel
+        copies compute one each.
     token_s
         Seconds for each output token of a request, by the number of requests under way
         (:data:`batches`).
@@ -68,7 +70,7 @@ class Pace:
         context
             Cached tokens of each of these.
         """
-        costs = spec.make_costs()
+        costs, copies = spec.make_costs(), spec.parallel.dp
         scheduler, drafts = spec.scheduler_config, spec.num_speculative_tokens
         chunk = min(scheduler.scheduled_token_limit, scheduler.max_model_len)
         accepted = 1.0
@@ -77,14 +79,14 @@ class Pace:
             chance = chance_of_mean(scenario.acceptance_length, scenario.acceptance_num_drafts)
             accepted += sum(survival_curve(chance, drafts))
         steps = tuple(
-            costs.step_cost(decode_work(n, context=context, num_speculative_tokens=drafts)).total_s
-            for n in _BATCHES
+            _dealt(costs, n, copies, context=context, drafts=drafts).total_s for n in _BATCHES
         )
-        prefill = costs.step_cost(prefill_work(chunk)).total_s / chunk
+        # Every copy computes a chunk in such a step.
+        prefill = costs.step_cost(prefill_work(chunk)).total_s / chunk / copies
         rows = [s / (n * (1 + drafts)) for s, n in zip(steps, _BATCHES, strict=True)]
         mixed = _mixed_work(chunk, context, drafts)
         return cls(
-            costs.step_cost(mixed).total_s / mixed.num_prefill_tokens,
+            costs.step_cost(mixed).total_s / mixed.num_prefill_tokens / copies,
             tuple(seconds / accepted for seconds in steps),
             step_s=steps[0],
             row_s=min(prefill, *rows),
@@ -100,6 +102,13 @@ class Pace:
         low, high = self.batches[place - 1 : place + 1]
         part = (under_way - low) / (high - low)
         return self.token_s[place - 1] + part * (self.token_s[place] - self.token_s[place - 1])
+
+
+def _dealt(costs: StepCosts, num_seqs: int, copies: int, *, context: int, drafts: int) -> StepCost:
+    """Price a step in which the copies of a replica have equal shares of the decodes."""
+    shares = [num_seqs // copies + (copy < num_seqs % copies) for copy in range(copies)]
+    works = [decode_work(n, context=context, num_speculative_tokens=drafts) for n in shares]
+    return costs.step_cost(works[0]) if copies == 1 else costs.lockstep_cost(works)
 
 
 def _mixed_work(num_tokens: int, context: int, drafts: int) -> StepWork:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast
 
 from kimik3_lab.config import K3Config
 from kimik3_lab.performance.capacity import KV_ITEMSIZE, UTILIZATION
@@ -22,7 +22,9 @@ from kimik3_lab.serving.engine import Engine
 from kimik3_lab.serving.kv_cache_capacity import blocks_per_request
 from kimik3_lab.serving.kv_cache_groups import group_layers, kda_state_bytes, unify_page_size
 from kimik3_lab.serving.presets import Preset
+from kimik3_lab.serving.scheduler import Scheduler
 from kimik3_lab.simulation.acceptance import AcceptanceModel
+from kimik3_lab.simulation.data_parallel import LockstepScheduler
 from kimik3_lab.simulation.executor import SimulatedExecutor, StepCosts
 
 __all__ = ["RESERVED_BYTES", "SimulationSpec"]
@@ -44,14 +46,16 @@ class SimulationSpec:
     hardware
         Name of a GPU, or a GPU of one's own.
     parallel
-        How the model is spread over GPUs.
+        How the model is spread over GPUs. Each of ``dp`` copies has a scheduler and a cache of its
+        own (:mod:`kimik3_lab.simulation.data_parallel`).
     scenario
         What public figures cannot settle.
     constants
         Constants of the cost model (:data:`kimik3_lab.performance.constants.CONSTANTS`) that are to
         have another value.
     scheduler, cache
-        Fields of :class:`SchedulerConfig` and :class:`CacheConfig` that differ from the preset.
+        Fields of :class:`SchedulerConfig` and :class:`CacheConfig` that differ from the preset, for
+        each copy.
     config
         Shape of the model.
     kv_dtype
@@ -59,7 +63,7 @@ class SimulationSpec:
     utilization
         Share of a GPU's memory that the server may use.
     num_blocks
-        Of the cache; left out, as many as fit beside weights and :data:`RESERVED_BYTES`.
+        Of a copy's cache; left out, as many as fit beside weights and :data:`RESERVED_BYTES`.
     max_model_len
         Longest request; left out, the model's limit or what the cache can hold, if that is less
         (vLLM's ``--max-model-len auto``).
@@ -143,7 +147,7 @@ class SimulationSpec:
 
     @property
     def cache_config(self) -> CacheConfig:
-        """Settings of the cache.
+        """Settings of the cache, which each data-parallel copy has one of.
 
         Raises
         ------
@@ -153,7 +157,7 @@ class SimulationSpec:
         size, block_bytes = self._page()
         num_blocks = self.num_blocks
         if num_blocks is None:
-            num_blocks = self.parallel.dp * max(self.room_bytes, 0) // block_bytes
+            num_blocks = max(self.room_bytes, 0) // block_bytes
             if num_blocks < 2:
                 raise ValueError(
                     f"{self.parallel.name} on {self.accelerator.name}: weights and "
@@ -228,5 +232,10 @@ class SimulationSpec:
             acceptance,
             cold_start_s=scenario.cold_start_s if cold else 0.0,
         )
-        scheduler = make_scheduler(self.scheduler_config, self.cache_config)
+        copies = [
+            make_scheduler(self.scheduler_config, self.cache_config)
+            for _ in range(self.parallel.dp)
+        ]
+        # The engine only calls what both kinds have.
+        scheduler = copies[0] if len(copies) == 1 else cast(Scheduler, LockstepScheduler(copies))
         return Engine(scheduler, executor), executor
