@@ -110,6 +110,16 @@ class Node(BaseModel):
         }
 
     @property
+    def stop_s(self) -> int | None:
+        """Seconds from being told to stop until it may be killed; None if it drops its answers.
+
+        30 more than ``--shutdown-timeout``, for what comes after the last answer.
+        """
+        found = (o.value for o in self.options if o.name == "--shutdown-timeout")
+        drain = next(found, None)
+        return None if drain is None else int(drain) + 30
+
+    @property
     def answers(self) -> bool:
         """Whether it serves HTTP."""
         return all(option.name != "--headless" for option in self.options)

@@ -25,7 +25,10 @@ from kimik3_lab.deploy.memory import Memory
 from kimik3_lab.deploy.spec import DeploymentSpec
 from kimik3_lab.deploy.workloads import PROFILES
 
-__all__ = ["group_options"]
+__all__ = ["DRAIN_S", "group_options"]
+
+#: Seconds that answers under way may go on when a server is told to stop.
+DRAIN_S = 300
 
 _COUNT = "kimik3_lab.deploy.memory"
 
@@ -52,6 +55,7 @@ def group_options(spec: DeploymentSpec, group: Group, found: Memory) -> list[Opt
         *_cache(spec),
         *_backends(spec, group),
         *_transfer(spec, group),
+        *_stop(spec),
     ]
 
 
@@ -258,3 +262,13 @@ def _transfer(spec: DeploymentSpec, group: Group) -> list[Option]:
         why = "prompts differ in length every step: a recorded graph would never be reused"
         options.append(_option("--enforce-eager", None, why, RECIPE))
     return options
+
+
+def _stop(spec: DeploymentSpec) -> list[Option]:
+    if spec.defaults == "release":
+        return []
+    why = (
+        f"told to stop, a server takes nothing new and goes on for {DRAIN_S} s with what it has; "
+        "by default answers are cut off. Set it to the length of your longest answer"
+    )
+    return [_option("--shutdown-timeout", DRAIN_S, why, "vLLM config/vllm.py, v1/engine/core.py")]

@@ -87,7 +87,8 @@ def _resolve_one(spec: DeploymentSpec) -> Refusal | tuple[DeploymentSpec, tuple[
     try:
         found = groups(spec)
     except LayoutError as error:
-        return Refusal(reason=str(error), source=_PLACEMENT)
+        # Which sizes are near in GPUs is no help: `_nearest` looks among whole nodes.
+        return Refusal(reason=error.reason, source=_PLACEMENT)
     for group in found:
         broken = broken_rule(spec, group)
         if broken is not None:

@@ -48,7 +48,17 @@ SPLIT_TENSORS = {
 
 
 class LayoutError(ValueError):
-    """A layout that this model cannot be split into; the message names the nearest one."""
+    """A layout that this model cannot be split into; the message names the nearest one.
+
+    Attributes
+    ----------
+    reason
+        The message without the nearest one, for those who look for that themselves.
+    """
+
+    def __init__(self, reason: str, nearest: str = "") -> None:
+        super().__init__(f"{reason}; {nearest}" if nearest else reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -227,11 +237,11 @@ def _check(config: K3Config, layout: Layout) -> None:
     if (found := bad(ranks)) is not None:
         nearest = max(size for size in range(1, ranks) if bad(size) is None)
         raise LayoutError(
-            f"TP{ranks} does not divide {found}; the nearest that does is TP{nearest}"
+            f"TP{ranks} does not divide {found}", f"the nearest that does is TP{nearest}"
         )
     if layout.expert_parallel and config.num_experts % layout.gpus:
         nearest = max(size for size in range(1, layout.gpus) if config.num_experts % size == 0)
         raise LayoutError(
-            f"{layout.gpus} GPUs do not divide {config.num_experts} experts; the nearest number "
-            f"that does is {nearest}"
+            f"{layout.gpus} GPUs do not divide {config.num_experts} experts",
+            f"the nearest number that does is {nearest}",
         )

@@ -94,6 +94,15 @@ def test_a_refusal_names_a_command_that_works() -> None:
     assert again.exit_code == 0 and len(commands(again.stdout)) == 2
 
 
+@pytest.mark.parametrize("words", [("--nodes", "3"), ("--nodes", "3", "--strategy", "dep")])
+def test_a_refusal_names_one_nearest_size(words: tuple[str, ...]) -> None:
+    """Sizes in GPUs say another nearest than whole nodes do."""
+    result = run("--hardware", "b200", *words)
+    assert result.exit_code == REFUSED and "divide" in result.stderr
+    assert result.stderr.count("nearest") == 1
+    assert "--nodes 4" in result.stderr
+
+
 def test_a_refusal_as_json() -> None:
     result = run("--hardware", "h200", "--json")
     body = json.loads(result.stdout)

@@ -251,6 +251,25 @@ def test_workers_that_do_not_answer_have_no_probe(two_nodes: Deployment) -> None
         assert name in leader and name not in worker
 
 
+def test_answers_may_end_before_a_server_is_killed(two_nodes: Deployment) -> None:
+    objects = yaml.safe_load_all(manifest(two_nodes, "kubernetes")["k3.yaml"])
+    group = next(b for b in objects if b["kind"] == "LeaderWorkerSet")["spec"]
+    for name, node in zip(("leaderTemplate", "workerTemplate"), two_nodes.nodes, strict=True):
+        words = node.arguments()
+        drain = int(words[words.index("--shutdown-timeout") + 1])
+        grace = group["leaderWorkerTemplate"][name]["spec"]["terminationGracePeriodSeconds"]
+        assert 0 < drain < grace == node.stop_s
+    for name, text in manifest(two_nodes, "compose").items():
+        if name.endswith("yaml"):
+            assert yaml.safe_load(text)["services"]["vllm"]["stop_grace_period"] == f"{grace}s"
+
+
+def test_a_release_that_keeps_its_defaults_keeps_this_one() -> None:
+    kept = plan(DeploymentSpec(defaults="release"))
+    assert kept.nodes[0].stop_s is None
+    assert "terminationGracePeriodSeconds" not in manifest(kept, "kubernetes")["k3.yaml"]
+
+
 def test_compose_runs_the_planned_command(deployment: Deployment) -> None:
     files = {n: t for n, t in manifest(deployment, "compose").items() if n.endswith("yaml")}
     for node, text in zip(deployment.nodes, files.values(), strict=True):

@@ -13,9 +13,6 @@ from vllm.v1.metrics.buckets import histogram_buckets
 
 from kimik3_lab.serving.server.metrics import ServerMetrics
 
-#: Came with 0.33, after the version here.
-LATER = {"vllm:admission_rejections"}
-
 
 def _names(module: object) -> set[str]:
     text = Path(module.__file__).read_text(encoding="utf-8")
@@ -28,7 +25,7 @@ def families() -> list[object]:
 
 
 def test_names(families: list[object]) -> None:
-    known = _names(loggers) | _names(spec_decode) | LATER
+    known = _names(loggers) | _names(spec_decode)
     ours = {f.name for f in families if f.name.startswith("vllm:")}
     ours = {name for name in ours if not name.endswith("_created")}
     # A counter's family has lost its suffix, and one name of vLLM's ends in it by itself.

@@ -80,6 +80,8 @@ class ComposeService(BaseModel):
     restart: Literal["unless-stopped", "no"] = "unless-stopped"
     deploy: Deploy
     healthcheck: Healthcheck | None = None
+    #: Until it is killed; Compose waits 10 seconds by default.
+    stop_grace_period: str | None = Field(default=None, pattern=r"^\d+s$")
 
     @model_validator(mode="after")
     def _plain(self) -> ComposeService:
@@ -130,6 +132,7 @@ def _service(deployment: Deployment, group: GroupPlan, node: Node) -> ComposeSer
         environment=node.environment(),
         deploy=Deploy(resources=Resources(reservations=Reservations(devices=devices))),
         healthcheck=Healthcheck(test=("CMD", "curl", "-sf", url)) if node.answers else None,
+        stop_grace_period=None if node.stop_s is None else f"{node.stop_s}s",
     )
 
 

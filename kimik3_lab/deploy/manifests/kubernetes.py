@@ -227,6 +227,7 @@ def _template(deployment: Deployment, group: GroupPlan, node: Node) -> k8s.PodTe
         ),
         spec=k8s.PodSpec(
             containers=(container,),
+            termination_grace_period_seconds=node.stop_s,
             volumes=(
                 k8s.Volume(
                     name="weights",

@@ -201,6 +201,7 @@ class PodSpec(Part):
 
     containers: tuple[Container, ...] = Field(min_length=1)
     volumes: tuple[Volume, ...] = ()
+    termination_grace_period_seconds: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _mounted(self) -> PodSpec:
