@@ -321,3 +321,10 @@ def test_importing_the_lab_is_quick_and_light() -> None:
 @pytest.mark.parametrize("module", ["kimik3_lab.serving.engine", "kimik3_lab.cli"])
 def test_light_parts_load_nothing_heavy(module: str) -> None:
     assert not probe(module)[1] & HEAVY
+
+
+def test_an_engine_starts_without_pytorchs_compiler() -> None:
+    """It takes seconds to load, and every server would wait for it."""
+    command = [sys.executable, "-c", "import sys, kimik3_lab.serving.executors.torch_executor\n"
+               "sys.exit('torch._dynamo' in sys.modules)"]  # fmt: skip
+    assert subprocess.run(command).returncode == 0

@@ -14,7 +14,6 @@ import torch
 from k3_kernels import mla_decode
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from kimik3_lab.config import K3Config
@@ -119,6 +118,9 @@ def chunk_expanded(q: Tensor, rows: Tensor, kv_b: Tensor) -> Tensor:
         own = _with_lse(q, k[..., start:, :], v[..., start:, :], causal=True)
         o = merge(*before, *own)
     else:
+        # Loads PyTorch's compiler, seconds that nobody else has to wait for.
+        from torch.nn.attention.bias import causal_lower_right
+
         o = scaled_dot_product_attention(q, k, v, causal_lower_right(count, length))
     return o[0].transpose(0, 1)
 
