@@ -1,20 +1,18 @@
 """Lesson 04 counts instructions: compile the gate-up kernel for a GPU that is not here.
 
-Needs Triton and ``k3_kernels``; no GPU. Triton's wheel brings the assembler and the disassembler.
-:func:`gate_up_loops` starts a process of its own, because Triton in the lesson's process interprets
-kernels; this file is also the program that runs there.
+Needs Triton and ``k3_kernels``; no GPU. :func:`gate_up_loops` starts a process of its own,
+because Triton in the lesson's process interprets kernels; this file is also the program that runs
+there. :mod:`kimik3_lab.teaching.compiler` compiles.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
-from pathlib import Path
+
+from kimik3_lab.teaching.compiler import compile_kernel, run_apart, show_code
 
 __all__ = ["LoopCount", "count_loop", "gate_up_loops"]
 
@@ -71,17 +69,7 @@ def gate_up_loops(*, capability: int = 90, timeout: float = 240) -> dict[str, Lo
     RuntimeError
         If the compiler fails; the message ends with what it said.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, str(capability)],
-        capture_output=True, text=True, env=environment, timeout=timeout,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(
-            f"compiling gate_up_kernel for sm_{capability} failed, expected machine code. Triton "
-            f"said: {done.stderr[-2000:]}"
-        )
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_apart(__name__, [], kernel="gate_up_kernel", capability=capability, timeout=timeout)
     return {layout: LoopCount(**count) for layout, count in found.items()}
 
 
@@ -124,31 +112,18 @@ def _compile(rotated: bool, capability: int) -> LoopCount:
     import triton.language as tl
     from k3_kernels.moe_config import MoEConfig
     from k3_kernels.moe_gemm_kernel import gate_up_kernel
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     types = {"out_ptr": "*bf16", "x_ptr": "*bf16", "partial_ptr": "*fp32"}
     types |= {f"{n}_ptr": "*i32" for n in ("words", "scales", "ids", "block_experts", "counter")}
     types |= {"x_stride": "i32", "num_pairs": "i32", "first_expert": "i32"}
     constants = {**_SHAPE, "ROTATED": rotated, "COMPUTE": tl.bfloat16}
-    names = list(gate_up_kernel.arg_names)
-    source = ASTSource(
-        gate_up_kernel,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
-    )
     config = MoEConfig()
-    options = {"num_warps": config.gate_warps, "num_stages": config.gate_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        code = subprocess.run(
-            [disassembler, "-c", cubin.name], capture_output=True, text=True, check=True
-        )
-    return LoopCount(triton.__version__, count_loop(code.stdout), _WEIGHTS_A_TURN)
+    cubin = compile_kernel(
+        gate_up_kernel, types, constants, capability=capability, num_warps=config.gate_warps,
+        num_stages=config.gate_stages,
+    )  # fmt: skip
+    loop = count_loop(show_code(cubin, "nvdisasm", "-c"))
+    return LoopCount(triton.__version__, loop, _WEIGHTS_A_TURN)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,19 @@
 
 Needs Triton and ``k3_kernels``; no GPU. :func:`walk_registers` starts a process of its own, because
 Triton in the lesson's process interprets kernels; this file is also the program that runs there.
-:mod:`kimik3_lab.teaching.machine_code` does the same to count instructions.
+:mod:`kimik3_lab.teaching.compiler` compiles.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
+
+from kimik3_lab.teaching.compiler import compile_kernel, run_apart, show_code
 
 __all__ = ["RegisterUse", "parse_usage", "walk_registers"]
 
@@ -73,17 +71,11 @@ def walk_registers(
     RuntimeError
         If the compiler fails; the message ends with what it said.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, str(capability), json.dumps(list(shapes))],
-        capture_output=True, text=True, env=environment, timeout=timeout,
+    uses = run_apart(
+        __name__, [json.dumps(list(shapes))], kernel="walk_kernel", capability=capability,
+        timeout=timeout,
     )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(
-            f"compiling walk_kernel for sm_{capability} failed, expected machine code. Triton "
-            f"said: {done.stderr[-2000:]}"
-        )
-    return [RegisterUse(**use) for use in json.loads(done.stdout.splitlines()[-1])]
+    return [RegisterUse(**use) for use in uses]
 
 
 def parse_usage(text: str) -> tuple[int, int]:
@@ -109,8 +101,6 @@ def _compile(shape: tuple[int, int], capability: int) -> RegisterUse:
     import triton
     import triton.language as tl
     from k3_kernels.kda_ladder_prefill_kernel import walk_kernel
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     block_v, num_warps = shape
     types = dict.fromkeys(("out", "v", "kg", "qg", "kd", "solve", "scores"), "*bf16")
@@ -120,25 +110,11 @@ def _compile(shape: tuple[int, int], capability: int) -> RegisterUse:
     types |= dict.fromkeys(integers, "i32")
     constants = {"D": _HEAD_DIM, "CHUNK": _CHUNK, "BLOCK_V": block_v, "SURVEY": False, "STAGES": 2,
                  "COMPUTE": tl.float32}  # fmt: skip
-    names = list(walk_kernel.arg_names)
-    source = ASTSource(
-        walk_kernel,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
+    cubin = compile_kernel(
+        walk_kernel, types, constants, capability=capability, num_warps=num_warps
     )
-    target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        usage = subprocess.run(
-            [tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True
-        )
-    return RegisterUse(
-        triton.__version__, block_v, num_warps, *parse_usage(usage.stdout + usage.stderr)
-    )
+    usage = parse_usage(show_code(cubin, "cuobjdump", "-res-usage"))
+    return RegisterUse(triton.__version__, block_v, num_warps, *usage)
 
 
 if __name__ == "__main__":
