@@ -221,8 +221,8 @@ def check(case: Case, device: str, *, row_gap: int = 0, config: object = None) -
         if name not in ("state", "conv_state"):
             assert torch.equal(guarded[name], before), f"the kernel changed {name}"
     assert torch.equal(guarded["conv_state"].cpu(), expected["conv_state"]), "wrong window"
-    close("out", out, expected["out"], RELATIVE[case.dtype])
-    close("state", guarded["state"], expected["state"], STATE_RELATIVE[case.dtype], dims=2)
+    assert_close("out", out, expected["out"], RELATIVE[case.dtype])
+    assert_close("state", guarded["state"], expected["state"], STATE_RELATIVE[case.dtype], dims=2)
     untouched = sorted(
         set(range(len(plain["state"]))) - set(plain["state_slots"].flatten().tolist())
     )
@@ -235,11 +235,11 @@ def check(case: Case, device: str, *, row_gap: int = 0, config: object = None) -
         for b, length in enumerate(case.tokens):
             if case.slots[b] >= 0 and length:
                 for name, tensor in (("u", records.u), ("k", records.key), ("g", records.gate)):
-                    close(f"records.{name}", tensor[b, :length], expected[name][b, :length],
+                    assert_close(f"records.{name}", tensor[b, :length], expected[name][b, :length],
                           RELATIVE[case.dtype])  # fmt: skip
 
 
-def close(
+def assert_close(
     name: str, result: torch.Tensor, expected: torch.Tensor, relative: float, *, dims: int = 1
 ) -> None:
     """Compare with the largest element over the last ``dims`` dimensions; name the worst one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from kda_decode_cases import close
+from kda_decode_cases import assert_close
 from redzone import RedZone
 
 from kimik3_lab.reference import kda
@@ -158,6 +158,6 @@ def check(case: Case, device: str, *, row_gap: int = 0, config: object = None) -
         if name != "state":
             assert torch.equal(guarded[name], before), f"the kernel changed {name}"
     relative = RELATIVE[case.dtype] * (ALIKE if case.alike else 1.0)
-    close("state", guarded["state"], expected_state, relative, dims=2)
+    assert_close("state", guarded["state"], expected_state, relative, dims=2)
     out = out.unflatten(1, (case.heads, case.dim))
-    close("out", out.transpose(0, 1), expected.transpose(0, 1), relative, dims=2)
+    assert_close("out", out.transpose(0, 1), expected.transpose(0, 1), relative, dims=2)

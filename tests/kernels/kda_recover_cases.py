@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from k3_kernels.kda_records import KDARecords
-from kda_decode_cases import close
+from kda_decode_cases import assert_close
 from redzone import RedZone
 
 from kimik3_lab.reference import kda
@@ -159,4 +159,4 @@ def check(case: Case, device: str, *, row_gap: int = 0, config: object = None) -
         if name not in ("state", "conv_state"):
             assert torch.equal(guarded[name], before), f"the kernel changed {name}"
     assert torch.equal(guarded["conv_state"].cpu(), expected_conv), "wrong window"
-    close("state", guarded["state"], expected, RELATIVE[case.dtype], dims=2)
+    assert_close("state", guarded["state"], expected, RELATIVE[case.dtype], dims=2)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kda_decode_cases import CASES, Case, check, close, make_inputs, reference
+from kda_decode_cases import CASES, Case, assert_close, check, make_inputs, reference
 
 pytest.importorskip("triton", reason="running kernels needs Triton")
 
@@ -50,7 +50,7 @@ def test_slots_nobody_has_named_stay_out(device: str) -> None:
     assert torch.equal(inputs["state"][0], before["state"][0])
     assert torch.equal(inputs["conv_state"][0], before["conv_state"][0])
     assert not out[1].any()
-    close("state", inputs["state"], expected["state"], 2e-5, dims=2)
+    assert_close("state", inputs["state"], expected["state"], 2e-5, dims=2)
 
 
 def _call(inputs: dict[str, torch.Tensor], **more: object) -> torch.Tensor:

@@ -33,7 +33,7 @@ def sequences(draw: st.DrawFn) -> tuple[list[torch.Tensor], torch.Tensor]:
     return [q, k, v, g, beta], normal(batch, heads, keys, values)
 
 
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
     scale = max(want.abs().max().item(), 1e-3) if want.numel() else 1.0
     assert (got - want).abs().max().item() <= 1e-12 * scale if want.numel() else True
 
@@ -44,8 +44,8 @@ def test_chunked_is_recurrent(sequence, chunk_size: int) -> None:
     inputs, state = sequence
     o, after, _ = kda.chunked(*inputs, state, chunk_size)
     want_o, want_after = kda.recurrent(*inputs, state)
-    close(o, want_o)
-    close(after, want_after)
+    assert_close(o, want_o)
+    assert_close(after, want_after)
 
 
 @FAST
@@ -60,8 +60,8 @@ def test_any_split_over_both_forms_is_the_whole(sequence, cuts) -> None:
     for form, start, stop in zip(forms, bounds, bounds[1:], strict=False):
         o, state = form(*(x[:, start:stop] for x in inputs), state)[:2]
         outputs.append(o)
-    close(torch.cat(outputs, 1), want_o)
-    close(state, want_after)
+    assert_close(torch.cat(outputs, 1), want_o)
+    assert_close(state, want_after)
 
 
 @FAST
@@ -72,7 +72,7 @@ def test_any_checkpoint_is_the_state_there(sequence, fractions, chunk_size: int)
     *_, checkpoints = kda.chunked(*inputs, state, chunk_size, checkpoint_at=positions)
     assert checkpoints.keys() == positions
     for position, got in checkpoints.items():
-        close(got, kda.recurrent(*(x[:, :position] for x in inputs), state)[1])
+        assert_close(got, kda.recurrent(*(x[:, :position] for x in inputs), state)[1])
 
 
 @FAST
@@ -84,5 +84,5 @@ def test_convolution_streams_across_any_cut(sequence, fraction: float) -> None:
     whole, last = kda.short_conv(u, weight)
     first, window = kda.short_conv(u[:, :cut], weight)
     second, window = kda.short_conv(u[:, cut:], weight, window)
-    close(torch.cat((first, second), 1), whole)
+    assert_close(torch.cat((first, second), 1), whole)
     assert torch.equal(window, last)
