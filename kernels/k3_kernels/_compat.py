@@ -19,7 +19,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_integers", "check_runs_here", "check_tensor", "load_kernels", "on_device"]
+__all__ = [
+    "check_integers",
+    "check_ndim",
+    "check_runs_here",
+    "check_tensor",
+    "load_kernels",
+    "on_device",
+    "shape_of",
+]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -41,6 +49,41 @@ def load_kernels(operator: str) -> ModuleType:
             "On another system use the plain PyTorch reference instead."
         ) from error
     return importlib.import_module(f"k3_kernels.{operator}_kernel")
+
+
+def shape_of(value: Any) -> list[int] | str:
+    """Return the shape of a tensor, the type of anything else: what a message says it got.
+
+    Examples
+    --------
+    >>> shape_of(torch.zeros(2, 3)), shape_of([2, 3])
+    ([2, 3], 'list')
+    """
+    return list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def check_ndim(operator: str, name: str, tensor: Any, layout: str) -> None:
+    """Refuse anything but a tensor of as many dimensions as ``layout`` names.
+
+    Parameters
+    ----------
+    operator, name
+        Used in the message.
+    tensor
+        The argument.
+    layout
+        Such as ``"[T, H]"``. What stands behind the bracket is for the message alone.
+
+    Raises
+    ------
+    ValueError
+        If it is something else.
+    """
+    ndim = layout.partition("]")[0].count(",") + 1
+    if not isinstance(tensor, torch.Tensor) or tensor.ndim != ndim:
+        raise ValueError(
+            f"k3_kernels.{operator}: {name} must be a tensor {layout}, got {shape_of(tensor)}"
+        )
 
 
 def check_tensor(

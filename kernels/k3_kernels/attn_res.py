@@ -72,7 +72,7 @@ from functools import partial
 import torch
 
 from k3_kernels import tuned
-from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
 
 __all__ = ["MAX_HIDDEN_SIZE", "AttnResConfig", "attn_res", "choose_config"]
 
@@ -267,20 +267,14 @@ def attn_res(
     >>> out[0].tolist(), prefix[0].tolist()
     ([1.0, 1.0, 1.0, 1.0], [3.0, 3.0, 3.0, 3.0])
     """
-    if not isinstance(prefix, torch.Tensor) or prefix.ndim != 2:
-        got = list(prefix.shape) if isinstance(prefix, torch.Tensor) else type(prefix).__name__
-        raise ValueError(f"k3_kernels.attn_res: prefix must be a tensor [T, H], got {got}")
+    check_ndim("attn_res", "prefix", prefix, "[T, H]")
     num_tokens, hidden_size = prefix.shape
     if not 1 <= hidden_size <= MAX_HIDDEN_SIZE:
         raise ValueError(
             f"k3_kernels.attn_res: hidden size {hidden_size} is outside 1..{MAX_HIDDEN_SIZE}"
         )
-    if blocks is not None and (not isinstance(blocks, torch.Tensor) or blocks.ndim != 3):
-        got = list(blocks.shape) if isinstance(blocks, torch.Tensor) else type(blocks).__name__
-        raise ValueError(
-            "k3_kernels.attn_res: blocks must be a tensor [n, T, H] (block, token, hidden), "
-            f"got {got}"
-        )
+    if blocks is not None:
+        check_ndim("attn_res", "blocks", blocks, "[n, T, H] (block, token, hidden)")
     n_blocks = 0 if blocks is None else blocks.shape[0]
     if isinstance(query, torch.Tensor) and query.ndim == 2 and query.shape[0] == 1:
         query = query[0]  # the checkpoint keeps it as a [1, H] projection

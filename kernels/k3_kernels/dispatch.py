@@ -41,7 +41,7 @@ from typing import NamedTuple
 import torch
 
 from k3_kernels import tuned
-from k3_kernels._compat import check_integers, check_runs_here, load_kernels, on_device
+from k3_kernels._compat import check_integers, check_ndim, check_runs_here, load_kernels, on_device
 
 __all__ = ["Dispatch", "DispatchConfig", "choose_config", "dispatch", "max_padded_pairs"]
 
@@ -226,10 +226,7 @@ def _check(
     expert_map: torch.Tensor | None,
 ) -> None:
     where = "k3_kernels.dispatch"
-    if not isinstance(expert_ids, torch.Tensor) or expert_ids.ndim != 2:
-        got = expert_ids
-        got = list(got.shape) if isinstance(got, torch.Tensor) else type(got).__name__
-        raise ValueError(f"{where}: expert_ids must be a tensor [T, k], got {got}")
+    check_ndim("dispatch", "expert_ids", expert_ids, "[T, k]")
     check_integers("dispatch", "expert_ids", expert_ids, tuple(expert_ids.shape), like=expert_ids)
     if expert_ids.numel() > _MAX_PAIRS:
         raise ValueError(f"{where}: {expert_ids.numel()} pairs, at most {_MAX_PAIRS}: split them")

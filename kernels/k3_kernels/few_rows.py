@@ -19,7 +19,14 @@ from dataclasses import dataclass
 
 import torch
 
-from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._compat import (
+    check_ndim,
+    check_runs_here,
+    check_tensor,
+    load_kernels,
+    on_device,
+    shape_of,
+)
 
 __all__ = ["CONFIGS", "MAX_ROWS", "FewRowsConfig", "few_rows_linear"]
 
@@ -79,14 +86,11 @@ def few_rows_linear(
     [[3.0, 3.0]]
     """
     if not isinstance(x, torch.Tensor) or x.ndim != 2 or x.shape[0] > MAX_ROWS:
-        got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
         raise ValueError(
-            f"k3_kernels.few_rows: x must be a tensor [T, K] with T up to {MAX_ROWS}, got {got}: "
-            "take torch.nn.functional.linear for more"
+            f"k3_kernels.few_rows: x must be a tensor [T, K] with T up to {MAX_ROWS}, "
+            f"got {shape_of(x)}: take torch.nn.functional.linear for more"
         )
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
-        got = list(weight.shape) if isinstance(weight, torch.Tensor) else type(weight).__name__
-        raise ValueError(f"k3_kernels.few_rows: weight must be a tensor [N, K], got {got}")
+    check_ndim("few_rows", "weight", weight, "[N, K]")
     tokens, depth = x.shape
     check_tensor("few_rows", "x", x, (tokens, depth), like=x)
     check_tensor("few_rows", "weight", weight, (weight.shape[0], depth), like=x)

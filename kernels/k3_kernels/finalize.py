@@ -32,6 +32,7 @@ import torch
 from k3_kernels import tuned
 from k3_kernels._compat import (
     check_integers,
+    check_ndim,
     check_runs_here,
     check_tensor,
     load_kernels,
@@ -134,9 +135,7 @@ def finalize(
     [[2.5, 4.25]]
     """
     where = "k3_kernels.finalize"
-    if not isinstance(pairs, torch.Tensor) or pairs.ndim != 2:
-        got = list(pairs.shape) if isinstance(pairs, torch.Tensor) else type(pairs).__name__
-        raise ValueError(f"{where}: pairs must be a tensor [T * k, D], got {got}")
+    check_ndim("finalize", "pairs", pairs, "[T * k, D]")
     num_pairs, width = pairs.shape
     if not 1 <= width <= MAX_WIDTH:
         raise ValueError(f"{where}: rows of {width} elements are outside 1..{MAX_WIDTH}")
@@ -192,10 +191,7 @@ def finalize(
 def _top_k(pairs: torch.Tensor, weights: torch.Tensor | None, top_k: int | None) -> int:
     where = "k3_kernels.finalize"
     if weights is not None:
-        if not isinstance(weights, torch.Tensor) or weights.ndim != 2:
-            got = weights
-            got = list(got.shape) if isinstance(got, torch.Tensor) else type(got).__name__
-            raise ValueError(f"{where}: weights must be a tensor [T, k] or None, got {got}")
+        check_ndim("finalize", "weights", weights, "[T, k] or None")
         if top_k not in (None, weights.shape[1]):
             raise ValueError(f"{where}: top_k is {top_k}, but weights has {weights.shape[1]} a row")
         top_k = weights.shape[1]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
 
 __all__ = ["sigmoid_mul", "silu_and_mul", "situ_and_mul"]
 
@@ -83,11 +83,7 @@ def _launch(
     beta: float = 1.0,
     linear_beta: float = 1.0,
 ) -> torch.Tensor:
-    if not isinstance(x, torch.Tensor) or x.ndim != 2:
-        got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ValueError(
-            f"k3_kernels.{name}: the first argument must be a tensor [T, D], got {got}"
-        )
+    check_ndim(name, "the first argument", x, "[T, D]")
     tokens, width = x.shape
     check_tensor(name, "the first argument", x, (tokens, width), like=x)
     check_tensor(name, "the second argument", y, (tokens, width), like=x)

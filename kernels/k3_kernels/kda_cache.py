@@ -1,18 +1,19 @@
-"""Checks of the tensors that hold what a KDA layer remembers: states, windows and slot numbers.
+"""Checks that the KDA operators share: of states, windows and slot numbers, and of gate weights.
 
-Needs PyTorch. Used by the KDA operators.
+Needs PyTorch.
 """
 
 from __future__ import annotations
 
 import torch
 
-from k3_kernels._compat import FLOATS
+from k3_kernels._compat import FLOATS, check_ndim, check_tensor, shape_of
 
 __all__ = [
     "HEAD_DIMS",
     "check_conv_state",
     "check_conv_weight",
+    "check_gate_weights",
     "check_sequences",
     "check_slots",
     "check_state",
@@ -27,11 +28,8 @@ def check_state(
 ) -> tuple[int, int, int]:
     """Check ``[slots, H, V, K]`` (``[layers, slots, H, V, K]``); return H, K and slots."""
     where = f"k3_kernels.{operator}: state"
-    ndim = 5 if layers else 4
-    if not isinstance(state, torch.Tensor) or state.ndim != ndim:
-        got = list(state.shape) if isinstance(state, torch.Tensor) else type(state).__name__
-        names = "[layers, slots, H, V, K]" if layers else "[slots, H, V, K]"
-        raise ValueError(f"{where} must be a tensor {names}, got {got}")
+    layout = "[layers, slots, H, V, K]" if layers else "[slots, H, V, K]"
+    check_ndim(operator, "state", state, layout)
     slots, heads, values, keys = state.shape[-4:]
     if values != keys or keys not in HEAD_DIMS:
         raise ValueError(
@@ -48,6 +46,32 @@ def check_state(
             "a head must be contiguous"
         )
     return heads, keys, slots
+
+
+def check_gate_weights(
+    operator: str,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    heads: int,
+    head_dim: int,
+    *,
+    like: torch.Tensor,
+    layers: tuple[int, ...] = (),
+) -> torch.Tensor:
+    """Check ``A_log [*layers, >= H]`` and ``dt_bias``; return that as ``[*layers, H * D]``."""
+    if not isinstance(A_log, torch.Tensor) or not A_log.ndim or A_log.shape[-1] < heads:
+        raise ValueError(
+            f"k3_kernels.{operator}: A_log must hold a value for each of {heads} heads, "
+            f"got {shape_of(A_log)}"
+        )
+    shape = (*layers, A_log.shape[-1])
+    check_tensor(operator, "A_log", A_log, shape, like=like, same_dtype=False)
+    split = len(layers) + 2  # dimensions with heads and channels apart
+    if isinstance(dt_bias, torch.Tensor) and dt_bias.ndim == split and dt_bias.is_contiguous():
+        dt_bias = dt_bias.flatten(-2)
+    shape = (*layers, heads * head_dim)
+    check_tensor(operator, "dt_bias", dt_bias, shape, like=like, same_dtype=False)
+    return dt_bias
 
 
 def check_conv_weight(

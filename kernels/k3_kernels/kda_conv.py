@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
 from k3_kernels.kda_cache import check_conv_state, check_conv_weight, check_sequences
 
 __all__ = ["kda_conv"]
@@ -74,9 +74,7 @@ def kda_conv(
     >>> torch.allclose(y[1], torch.nn.functional.silu(2 * x[1])), window[0, 0].tolist()
     (True, [0.0, 1.0, 1.0])
     """
-    if not isinstance(qkv, torch.Tensor) or qkv.ndim != 2:
-        got = list(qkv.shape) if isinstance(qkv, torch.Tensor) else type(qkv).__name__
-        raise ValueError(f"k3_kernels.kda_conv: qkv must be a tensor [N, C], got {got}")
+    check_ndim("kda_conv", "qkv", qkv, "[N, C]")
     num_tokens, channels = qkv.shape
     check_tensor("kda_conv", "qkv", qkv, (num_tokens, channels), like=qkv)
     taps = check_conv_weight("kda_conv", conv_weight, channels, like=qkv)

@@ -48,11 +48,12 @@ from dataclasses import dataclass
 import torch
 
 from k3_kernels import tuned
-from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
 from k3_kernels.kda_cache import (
     HEAD_DIMS,
     check_conv_state,
     check_conv_weight,
+    check_gate_weights,
     check_slots,
     check_state,
 )
@@ -244,9 +245,7 @@ def kda_decode(
     >>> state.flatten(1).any(1).tolist(), torch.equal(conv[2, :, 2], qkv[0])
     ([True, False, True], True)
     """
-    if not isinstance(qkv, torch.Tensor) or qkv.ndim != 2:
-        got = list(qkv.shape) if isinstance(qkv, torch.Tensor) else type(qkv).__name__
-        raise ValueError(f"k3_kernels.kda_decode: qkv must be a tensor [N, 3 * H * D], got {got}")
+    check_ndim("kda_decode", "qkv", qkv, "[N, 3 * H * D]")
     num_heads, head_dim, num_slots = check_state("kda_decode", state, like=qkv)
     num_tokens, width = qkv.shape[0], num_heads * head_dim
     check_tensor("kda_decode", "qkv", qkv, (num_tokens, 3 * width), like=qkv)
@@ -257,16 +256,7 @@ def kda_decode(
     columns = check_conv_state(
         "kda_decode", conv_state, (num_slots, 3 * width), taps.shape[1], like=qkv
     )
-    if not isinstance(A_log, torch.Tensor) or A_log.ndim != 1 or A_log.shape[0] < num_heads:
-        got = list(A_log.shape) if isinstance(A_log, torch.Tensor) else type(A_log).__name__
-        raise ValueError(
-            f"k3_kernels.kda_decode: A_log must hold a value for each of {num_heads} heads, "
-            f"got {got}"
-        )
-    check_tensor("kda_decode", "A_log", A_log, tuple(A_log.shape), like=qkv, same_dtype=False)
-    if isinstance(dt_bias, torch.Tensor) and dt_bias.ndim == 2 and dt_bias.is_contiguous():
-        dt_bias = dt_bias.flatten()
-    check_tensor("kda_decode", "dt_bias", dt_bias, (width,), like=qkv, same_dtype=False)
+    dt_bias = check_gate_weights("kda_decode", A_log, dt_bias, num_heads, head_dim, like=qkv)
     check_tensor("kda_decode", "norm_weight", norm_weight, (head_dim,), like=qkv, same_dtype=False)
 
     slots = check_slots("kda_decode", "state_slots", state_slots, num_slots, null_slot, like=qkv)

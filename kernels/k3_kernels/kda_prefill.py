@@ -50,8 +50,8 @@ from typing import Any
 import torch
 
 from k3_kernels import tuned
-from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
-from k3_kernels.kda_cache import check_sequences, check_state
+from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels.kda_cache import check_gate_weights, check_sequences, check_state
 
 __all__ = ["CHUNK", "KDAPrefillConfig", "choose_config", "kda_prefill"]
 
@@ -200,9 +200,7 @@ def kda_prefill(
     >>> out.shape, state.flatten(1).any(1).tolist()
     (torch.Size([5, 1, 32]), [False, True])
     """
-    if not isinstance(q, torch.Tensor) or q.ndim != 3:
-        got = list(q.shape) if isinstance(q, torch.Tensor) else type(q).__name__
-        raise ValueError(f"k3_kernels.kda_prefill: q must be a tensor [N, H, D], got {got}")
+    check_ndim("kda_prefill", "q", q, "[N, H, D]")
     num_heads, head_dim, num_slots = check_state("kda_prefill", state, like=q)
     num_tokens = q.shape[0]
     shape = (num_tokens, num_heads, head_dim)
@@ -216,18 +214,7 @@ def kda_prefill(
                 f"expected {head_dim}: call .contiguous() first"
             )
     check_tensor("kda_prefill", "raw_beta", raw_beta, shape[:2], like=q)
-    if not isinstance(A_log, torch.Tensor) or A_log.ndim != 1 or A_log.shape[0] < num_heads:
-        got = list(A_log.shape) if isinstance(A_log, torch.Tensor) else type(A_log).__name__
-        raise ValueError(
-            f"k3_kernels.kda_prefill: A_log must hold a value for each of {num_heads} heads, "
-            f"got {got}"
-        )
-    check_tensor("kda_prefill", "A_log", A_log, tuple(A_log.shape), like=q, same_dtype=False)
-    if isinstance(dt_bias, torch.Tensor) and dt_bias.ndim == 2 and dt_bias.is_contiguous():
-        dt_bias = dt_bias.flatten()
-    check_tensor(
-        "kda_prefill", "dt_bias", dt_bias, (num_heads * head_dim,), like=q, same_dtype=False
-    )
+    dt_bias = check_gate_weights("kda_prefill", A_log, dt_bias, num_heads, head_dim, like=q)
     if not -5.0 <= lower_bound < 0.0:
         raise ValueError(
             f"k3_kernels.kda_prefill: lower_bound is {lower_bound}, expected -5 to 0: 16 rows of a "

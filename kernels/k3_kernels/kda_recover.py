@@ -36,8 +36,13 @@ from dataclasses import dataclass
 import torch
 
 from k3_kernels import tuned
-from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
-from k3_kernels.kda_cache import check_conv_state, check_slots, check_state
+from k3_kernels._compat import check_runs_here, load_kernels, on_device
+from k3_kernels.kda_cache import (
+    check_conv_state,
+    check_gate_weights,
+    check_slots,
+    check_state,
+)
 from k3_kernels.kda_records import KDARecords
 
 __all__ = ["KDARecoverConfig", "choose_config", "kda_recover"]
@@ -112,7 +117,7 @@ def kda_recover(
         ``[B]`` int32: tokens to commit, the one before the drafts included. A request with 0 is
         left alone, as one whose slot is padding.
     A_log, dt_bias
-        ``[>= H]`` and ``[H * D]``, as for ``kda_decode``.
+        ``[>= H]`` and ``[H * D]`` or ``[H, D]``, as for ``kda_decode``.
     final_slots
         ``[B]`` int32: where the committed state goes; None: into ``state_slots``.
     boundary, boundary_slots
@@ -186,19 +191,9 @@ def kda_recover(
         ):
             check_slots("kda_recover", name, numbers, None, null_slot, like=state, rows=batch)
             check_slots("kda_recover", name, numbers, limit, null_slot, like=state)
-    if not isinstance(A_log, torch.Tensor) or not A_log.ndim or A_log.shape[-1] < num_heads:
-        got = list(A_log.shape) if isinstance(A_log, torch.Tensor) else type(A_log).__name__
-        raise ValueError(
-            f"k3_kernels.kda_recover: A_log must hold a value for each of {num_heads} heads, "
-            f"got {got}"
-        )
-    check_tensor(
-        "kda_recover", "A_log", A_log, (*front, A_log.shape[-1]), like=state, same_dtype=False
+    dt_bias = check_gate_weights(
+        "kda_recover", A_log, dt_bias, num_heads, head_dim, like=state, layers=front
     )
-    check_tensor(
-        "kda_recover", "dt_bias", dt_bias, (*front, num_heads * head_dim), like=state,
-        same_dtype=False,
-    )  # fmt: skip
     columns = conv_width - 1
     if conv_state is not None:
         if layered and isinstance(conv_state, torch.Tensor) and conv_state.ndim == 4:

@@ -53,7 +53,7 @@ from typing import Any
 import torch
 
 from k3_kernels import tuned
-from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
 
 __all__ = ["MAX_RANK", "MLADecodeConfig", "choose_config", "mla_decode", "num_splits"]
 
@@ -235,9 +235,7 @@ def mla_decode(
     >>> lse.exp().flatten().round(decimals=4).tolist()
     [3.0, 0.0]
     """
-    if not isinstance(q_latent, torch.Tensor) or q_latent.ndim != 3:
-        got = list(q_latent.shape) if isinstance(q_latent, torch.Tensor) else type(q_latent)
-        raise ValueError(f"k3_kernels.mla_decode: q_latent must be a tensor [N, H, R], got {got}")
+    check_ndim("mla_decode", "q_latent", q_latent, "[N, H, R]")
     num_rows, heads, rank = q_latent.shape
     if not 1 <= rank <= MAX_RANK:
         raise ValueError(f"k3_kernels.mla_decode: rank {rank} is outside 1..{MAX_RANK}")
@@ -323,11 +321,7 @@ def _padded(width: int) -> int:
 
 def _check_cache(cache: torch.Tensor, rank: int, width: int, like: torch.Tensor) -> tuple[int, int]:
     """Return rows of a block and the number of blocks."""
-    if not isinstance(cache, torch.Tensor) or cache.ndim != 3:
-        got = list(cache.shape) if isinstance(cache, torch.Tensor) else type(cache).__name__
-        raise ValueError(
-            f"k3_kernels.mla_decode: cache must be a tensor [blocks, page, R + P], got {got}"
-        )
+    check_ndim("mla_decode", "cache", cache, "[blocks, page, R + P]")
     blocks, page, _ = cache.shape
     check_tensor("mla_decode", "cache", cache, (blocks, page, rank + width), like=like)
     if page < 1:

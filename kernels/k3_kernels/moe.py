@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import torch
 
-from k3_kernels._compat import check_tensor
+from k3_kernels._compat import check_ndim, check_tensor
 from k3_kernels.dispatch import dispatch
 from k3_kernels.finalize import finalize
 from k3_kernels.moe_config import MoEConfig, choose_config
@@ -152,9 +152,7 @@ def _check(
             f"{where}: experts must be MXFP4Experts (from pack_mxfp4) or BF16Experts, got "
             f"{type(experts).__name__}"
         )
-    if not isinstance(expert_ids, torch.Tensor) or expert_ids.ndim != 2:
-        got = list(expert_ids.shape) if isinstance(expert_ids, torch.Tensor) else expert_ids
-        raise ValueError(f"{where}: expert_ids must be a tensor [T, k], got {got}")
+    check_ndim("moe_experts", "expert_ids", expert_ids, "[T, k]")
     if expert_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{where}: expert_ids is {expert_ids.dtype}, expected int32 or int64")
     if expert_ids.shape[1] < 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device, shape_of
 
 __all__ = ["rotate_pairs"]
 
@@ -46,8 +46,9 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     [[[0.0, 1.0]]]
     """
     if not isinstance(x, torch.Tensor) or x.ndim != 3 or x.shape[2] % 2:
-        got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ValueError(f"k3_kernels.rotary: x must be a tensor [T, H, P] with even P, got {got}")
+        raise ValueError(
+            f"k3_kernels.rotary: x must be a tensor [T, H, P] with even P, got {shape_of(x)}"
+        )
     tokens, heads, width = x.shape
     check_tensor("rotary", "x", x, (tokens, heads, width), like=x, output=True)
     for name, tensor in (("cos", cos), ("sin", sin)):

@@ -48,7 +48,7 @@ from typing import NamedTuple
 import torch
 
 from k3_kernels import tuned
-from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
 
 __all__ = ["MAX_EXPERTS", "MAX_TOP_K", "RouteConfig", "Routing", "choose_config", "route"]
 
@@ -175,9 +175,7 @@ def route(
     >>> chosen.expert_ids.tolist(), chosen.weights.tolist()
     ([[1, 3]], [[0.5, 0.5]])
     """
-    if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
-        got = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        raise ValueError(f"k3_kernels.routing: logits must be a tensor [T, E], got {got}")
+    check_ndim("routing", "logits", logits, "[T, E]")
     num_tokens, num_experts = logits.shape
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(

@@ -12,7 +12,14 @@ from __future__ import annotations
 
 import torch
 
-from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._compat import (
+    check_ndim,
+    check_runs_here,
+    check_tensor,
+    load_kernels,
+    on_device,
+    shape_of,
+)
 
 __all__ = ["gated_norm", "row_norm"]
 
@@ -56,13 +63,11 @@ def row_norm(
     >>> row_norm(x, torch.ones(2, device=device), eps=0.0).square().tolist()[0][2]
     49.0
     """
-    if not isinstance(x, torch.Tensor) or x.ndim != 2:
-        got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ValueError(f"k3_kernels.row_norm: x must be a tensor [T, D], got {got}")
+    check_ndim("row_norm", "x", x, "[T, D]")
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or len(weight) > x.shape[1]:
-        got = list(weight.shape) if isinstance(weight, torch.Tensor) else type(weight).__name__
         raise ValueError(
-            f"k3_kernels.row_norm: weight must be a tensor [D] with D up to {x.shape[1]}, got {got}"
+            f"k3_kernels.row_norm: weight must be a tensor [D] with D up to {x.shape[1]}, "
+            f"got {shape_of(weight)}"
         )
     return _launch("row_norm", x, weight, None, eps, out, 1, x.shape[1] - len(weight))
 
@@ -87,9 +92,7 @@ def gated_norm(
     >>> gated_norm(ones, 0 * ones, ones[0, 0], eps=0.0).tolist()
     [[[0.5, 0.5]]]
     """
-    if not isinstance(x, torch.Tensor) or x.ndim != 3:
-        got = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ValueError(f"k3_kernels.gated_norm: x must be a tensor [T, H, D], got {got}")
+    check_ndim("gated_norm", "x", x, "[T, H, D]")
     tokens, heads, width = x.shape
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
