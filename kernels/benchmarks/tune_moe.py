@@ -25,7 +25,7 @@ import torch
 from k3_kernels import moe, tuned
 from k3_kernels.moe_config import MoEConfig, shape_key
 from k3_kernels.moe_gemm import down, gate_up
-from k3_kernels.moe_weights import BF16Experts, ExpertWeights, MXFP4Experts, PackedMatrices
+from k3_kernels.moe_weights import BF16Experts, ExpertWeights, random_mxfp4
 
 from benchmarks.inputs.routings import draw_experts, popularity
 from benchmarks.moe_candidates import CASES, HIDDEN, SHAPES, Case, families
@@ -36,25 +36,13 @@ MIXED_FROM = 1024
 
 
 def make_experts(kind: str, shape: str, *, copies: bool = True) -> ExpertWeights:
-    """Draw weights of a rank. Any bits are valid MXFP4 words; scales are 2 ** -9 to 2 ** -6.
+    """Draw weights of a rank.
 
     Without ``copies`` all experts share one expert's memory: enough to compile for, not to run.
     """
     experts, inner, _ = SHAPES[shape]
-    stored = experts if copies else 1
-
-    def tensor(size: tuple[int, ...], low: int, high: int) -> torch.Tensor:
-        drawn = torch.randint(low, high, (stored, *size), dtype=torch.uint8, device="cuda")
-        return drawn.view(torch.int32)
-
-    def packed(rows: int, columns: int, matrices: int) -> PackedMatrices:
-        tiles = (-(-rows // 64), -(-columns // 128), matrices, 64)
-        words = tensor((*tiles, 64), 0, 256).expand(experts, *tiles, 16)
-        scales = tensor((*tiles, 4), 118 + 126, 122 + 126)[..., 0].expand(experts, *tiles)
-        return PackedMatrices(words, scales, rows, columns, "rotated", False)
-
     if kind == "mxfp4":
-        return MXFP4Experts(packed(inner, HIDDEN, 2), packed(HIDDEN, inner, 1))
+        return random_mxfp4(experts, HIDDEN, inner, device="cuda", copies=copies)
     if not copies:  # contiguous is what BF16Experts asks for, so only the kernel's view is small
         meta = {"device": "meta", "dtype": torch.bfloat16}
         small = BF16Experts(

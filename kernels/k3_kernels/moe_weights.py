@@ -38,11 +38,20 @@ from typing import Literal
 
 import torch
 
-__all__ = ["BF16Experts", "ExpertWeights", "MXFP4Experts", "PackedMatrices", "pack_mxfp4"]
+__all__ = [
+    "BF16Experts",
+    "ExpertWeights",
+    "MXFP4Experts",
+    "PackedMatrices",
+    "pack_mxfp4",
+    "random_mxfp4",
+]
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
 #: Up to this many bytes are rearranged at once; the temporary memory is some 30 times as much.
 _CHUNK_BYTES = 1 << 25
+#: Scale bytes of random experts, from the first to before the second: 2 ** -9 to 2 ** -6.
+_RANDOM_SCALES = (118, 122)
 
 Layout = Literal["rotated", "nibbles"]
 
@@ -242,6 +251,52 @@ def pack_mxfp4(
         ),
         pack("down", down[:, None], down_scale[:, None]),
     )
+
+
+def random_mxfp4(
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    *,
+    device: torch.device | str,
+    generator: torch.Generator | None = None,
+    copies: bool = True,
+) -> MXFP4Experts:
+    """Draw experts to measure with, in the order the kernels read: nothing has to be packed.
+
+    Parameters
+    ----------
+    num_experts, hidden, inner
+        E, H and I. What fills tiles that these do not is drawn too.
+    device
+        Where they are drawn.
+    generator
+        On that device; None takes PyTorch's own.
+    copies
+        False lets all experts share the memory of one: enough to compile for, not to run.
+
+    Examples
+    --------
+    >>> experts = random_mxfp4(2, 128, 64, device="cpu")
+    >>> experts.num_experts, experts.hidden_size, experts.intermediate_size
+    (2, 128, 64)
+    """
+
+    def draw(shape: tuple[int, ...], low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
+        drawn = torch.randint(low, high, shape, dtype=dtype, device=device, generator=generator)
+        return drawn.view(torch.int32)
+
+    def matrices(count: int, rows: int, columns: int) -> PackedMatrices:
+        tiles = (-(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS), count, TILE_ROWS)
+        size = (num_experts if copies else 1, *tiles)
+        # Any word is eight valid weights; a byte of a scale that is not wide is kept plus 126.
+        words = draw((*size, 16), -(2**31), 2**31, torch.int32)
+        low, high = (126 + byte for byte in _RANDOM_SCALES)
+        scales = draw((*size, 4), low, high, torch.uint8).squeeze(-1)
+        words, scales = (x.expand(num_experts, *x.shape[1:]) for x in (words, scales))
+        return PackedMatrices(words, scales, rows, columns, "rotated", False)
+
+    return MXFP4Experts(matrices(2, inner, hidden), matrices(1, hidden, inner))
 
 
 def _pack(name: str, packed: torch.Tensor, scale: torch.Tensor, layout: Layout) -> PackedMatrices:

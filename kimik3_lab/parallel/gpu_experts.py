@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 from k3_kernels import MXFP4Experts, moe_experts, pack_mxfp4
-from k3_kernels.moe_weights import TILE_COLUMNS, TILE_ROWS, PackedMatrices
+from k3_kernels.moe_weights import random_mxfp4
 from torch import Tensor
 
 from kimik3_lab.config import K3Config
@@ -70,22 +70,8 @@ def draw_routing(
 def random_experts(
     experts: int, latent: int, width: int, device: torch.device, generator: torch.Generator
 ) -> MXFP4Experts:
-    """Draw experts in the form that the kernels read: any word is four valid MXFP4 pairs."""
-
-    def matrices(count: int, rows: int, columns: int) -> PackedMatrices:
-        tiles = (experts, -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS), count, TILE_ROWS)
-        words = torch.randint(
-            -(2**31), 2**31, (*tiles, 16), dtype=torch.int32, device=device, generator=generator
-        )
-        # A byte of a scale is kept plus 126 where all are small; four make a word.
-        low, high = (126 + byte for byte in _SCALES)
-        scales = torch.randint(
-            low, high, (*tiles, 4), dtype=torch.uint8, device=device, generator=generator
-        )
-        packed = scales.view(torch.int32).squeeze(-1)
-        return PackedMatrices(words, packed, rows, columns, "rotated", False)
-
-    return MXFP4Experts(matrices(2, width, latent), matrices(1, latent, width))
+    """Draw experts in the form that the kernels read."""
+    return random_mxfp4(experts, latent, width, device=device, generator=generator)
 
 
 def check_experts(

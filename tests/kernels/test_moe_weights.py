@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from k3_kernels.moe_weights import BF16Experts, PackedMatrices, pack_mxfp4
+from k3_kernels.moe_weights import BF16Experts, PackedMatrices, pack_mxfp4, random_mxfp4
 from moe_cases import dequantize
 
 LAYOUTS = ("rotated", "nibbles")
@@ -94,6 +94,33 @@ def test_released_bytes_stay_as_many() -> None:
 def test_no_experts() -> None:
     tensors = [t[:0] for t in draw(1, 64, 32, (1, 2))]
     assert pack_mxfp4(*tensors).num_experts == 0
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_random_experts_look_like_packed_ones(copies: bool) -> None:
+    packed = pack_mxfp4(*draw(3, 160, 72, (118, 122)))
+    drawn = random_mxfp4(3, 160, 72, device="cpu", copies=copies)
+    for name in ("gate_up", "down"):
+        one, other = getattr(packed, name), getattr(drawn, name)
+        assert (one.rows, one.columns, one.layout, one.wide) == (
+            other.rows, other.columns, other.layout, other.wide,
+        )  # fmt: skip
+        for kind in ("words", "scales"):
+            expected, got = getattr(one, kind), getattr(other, kind)
+            assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+            assert got.is_contiguous() == copies and (got.stride(0) == 0) == (not copies)
+        sizes = unpack(other).abs()
+        assert sizes[sizes > 0].min() >= 0.5 * 2**-9 and sizes.max() <= 6 * 2**-6
+        assert sizes.max() > 6 * 2**-7, "the largest scale is missing"
+
+
+def test_a_seed_draws_the_same_experts() -> None:
+    one, same, other = (
+        random_mxfp4(1, 64, 64, device="cpu", generator=torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(one.down.words, same.down.words)
+    assert not torch.equal(one.down.words, other.down.words)
 
 
 GOOD = draw(2, 64, 32, (110, 120))
