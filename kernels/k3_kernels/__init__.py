@@ -4,8 +4,9 @@ Needs PyTorch. Triton is imported when an operator runs for the first time, so i
 package works on a machine without it, and ``TRITON_INTERPRET=1`` may be set up to that moment as
 long as nothing else has imported Triton. Lessons 04 and 06 use the package.
 
-An operator is one public function. Beside its module ``<operator>.py`` (what it computes, checks,
-choice of configuration) stands ``<operator>_kernel.py`` (the Triton code and nothing else).
+An operator is one public function. Its module ``<operator>.py`` says what it computes and checks
+the arguments; it chooses the configuration, or ``<operator>_config.py`` does. Modules named
+``..._kernel.py`` are the Triton code and nothing else.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ __all__ = [
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def load_kernels(operator: str) -> ModuleType:
-    """Import the Triton code of an operator, ``k3_kernels.<operator>_kernel``.
+def load_kernels(operator: str, name: str | None = None) -> ModuleType:
+    """Import Triton code of an operator: ``k3_kernels.<name>_kernel``, by its own name if None.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def load_kernels(operator: str) -> ModuleType:
             "Triton 3.6 or newer runs on Linux: 'pip install triton'. "
             "On another system use the plain PyTorch reference instead."
         ) from error
-    return importlib.import_module(f"k3_kernels.{operator}_kernel")
+    return importlib.import_module(f"k3_kernels.{name or operator}_kernel")
 
 
 def shape_of(value: Any) -> list[int] | str:

@@ -246,8 +246,7 @@ def _check(
     if num_experts > 2**14:
         raise ValueError(f"{where}: num_experts must be at most {2**14}, got {num_experts}")
     if expert_map is not None:
-        if not isinstance(expert_map, torch.Tensor) or expert_map.ndim != 1:
-            raise ValueError(f"{where}: expert_map must be a tensor [E] of int32")
+        check_ndim("dispatch", "expert_map", expert_map, "[E] of int32")
         check_integers(
             "dispatch", "expert_map", expert_map, tuple(expert_map.shape), like=expert_ids
         )

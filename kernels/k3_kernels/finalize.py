@@ -229,9 +229,13 @@ def _check_experts(
             f"of at least 0; got {num_experts} and {first_expert}"
         )
     if expert_map is not None:
+        check_ndim("finalize", "expert_map", expert_map, "[E] of int32")
         check_integers("finalize", "expert_map", expert_map, tuple(expert_map.shape), like=pairs)
-        if first_expert or expert_map.ndim != 1:
-            raise ValueError(f"{where}: expert_map must be [E], and goes without first_expert")
+        if first_expert:
+            raise ValueError(
+                f"{where}: first_expert={first_expert} and expert_map both say which experts are "
+                "local: pass one of them"
+            )
 
 
 def _power_of_two(number: int) -> int:

@@ -16,6 +16,7 @@ __all__ = [
     "check_gate_weights",
     "check_sequences",
     "check_slots",
+    "check_starts",
     "check_state",
 ]
 
@@ -45,6 +46,8 @@ def check_state(
             f"{where} has strides {tuple(state.stride())}, expected (.., {keys}, 1): the [V, K] of "
             "a head must be contiguous"
         )
+    if state.numel() and 0 in state.stride():
+        raise ValueError(f"{where} is an expanded view whose slots share memory: pass a buffer")
     return heads, keys, slots
 
 
@@ -172,6 +175,24 @@ def check_slots(
     return numbers
 
 
+def check_starts(
+    operator: str, cu_seqlens: torch.Tensor, num_tokens: int, batch: int, *, like: torch.Tensor
+) -> None:
+    """Check int32 ``[B + 1]`` that says where the tokens of B sequences begin.
+
+    On the CPU, where looking at them does not stop a GPU, they must ascend and stay within N: a
+    kernel follows them wherever they lead.
+    """
+    check_slots(operator, "cu_seqlens", cu_seqlens, None, -1, like=like, rows=batch + 1)
+    if cu_seqlens.device.type == "cpu":
+        starts = cu_seqlens.tolist()
+        if starts[0] < 0 or starts[-1] > num_tokens or starts != sorted(starts):
+            raise ValueError(
+                f"k3_kernels.{operator}: cu_seqlens is {starts}, expected numbers that ascend "
+                f"from 0 or more to at most {num_tokens}, the tokens there are"
+            )
+
+
 def check_sequences(
     operator: str,
     state_slots: torch.Tensor,
@@ -184,7 +205,7 @@ def check_sequences(
     checkpoint_slots: torch.Tensor | None,
     like: torch.Tensor,
 ) -> tuple[int, torch.Tensor | None]:
-    """Check what says where sequences are, start and leave states.
+    """Check what says where sequences are, start and leave states; ``like`` has a row per token.
 
     Returns their number and ``has_initial_state`` as a kernel can read it.
     """
@@ -204,15 +225,29 @@ def check_sequences(
         numbers("checkpoint_at", checkpoint_at, batch)
         numbers("checkpoint_slots", checkpoint_slots, batch, num_slots)
     if cu_seqlens is not None:
-        numbers("cu_seqlens", cu_seqlens, batch + 1)
+        check_starts(operator, cu_seqlens, like.shape[0], batch, like=like)
     elif batch != 1:
         raise ValueError(f"{where} {batch} sequences need cu_seqlens to tell them apart")
     if has_initial_state is not None:
+        if not isinstance(has_initial_state, torch.Tensor):
+            raise TypeError(
+                f"{where} has_initial_state must be a torch.Tensor, "
+                f"got {type(has_initial_state).__name__}"
+            )
         if has_initial_state.dtype == torch.bool:
             has_initial_state = has_initial_state.view(torch.int8)
+        if has_initial_state.is_floating_point() or has_initial_state.is_complex():
+            raise TypeError(
+                f"{where} has_initial_state is {has_initial_state.dtype}, expected bool or int32"
+            )
         if tuple(has_initial_state.shape) != (batch,) or has_initial_state.device != like.device:
             raise ValueError(
                 f"{where} has_initial_state has shape {list(has_initial_state.shape)} on "
                 f"{has_initial_state.device}, expected [{batch}] on {like.device}"
+            )
+        if batch > 1 and has_initial_state.stride(0) != 1:
+            raise ValueError(
+                f"{where} has_initial_state has stride {has_initial_state.stride(0)}, expected 1: "
+                "call .contiguous() first"
             )
     return batch, has_initial_state

@@ -23,6 +23,8 @@ from k3_kernels.kda_cache import check_conv_state, check_conv_weight, check_sequ
 __all__ = ["kda_conv"]
 
 _BLOCK_T, _BLOCK_C = 16, 256
+#: CUDA's limit on programs along the second axis of a grid.
+_MAX_GRID = 65_535
 
 
 def kda_conv(
@@ -78,7 +80,8 @@ def kda_conv(
     num_tokens, channels = qkv.shape
     check_tensor("kda_conv", "qkv", qkv, (num_tokens, channels), like=qkv)
     taps = check_conv_weight("kda_conv", conv_weight, channels, like=qkv)
-    num_slots = conv_state.shape[0] if isinstance(conv_state, torch.Tensor) else 0
+    has_slots = isinstance(conv_state, torch.Tensor) and conv_state.ndim > 0
+    num_slots = conv_state.shape[0] if has_slots else 0
     check_conv_state("kda_conv", conv_state, (num_slots, channels), taps.shape[1], like=qkv)
     batch, has_initial_state = check_sequences(
         "kda_conv", state_slots, num_slots, null_slot, cu_seqlens=cu_seqlens,
@@ -103,13 +106,16 @@ def kda_conv(
         "BLOCK_C": _BLOCK_C,
     }
     pieces = -(-channels // _BLOCK_C)
+    block_t = _BLOCK_T
+    while num_tokens > block_t * _MAX_GRID:  # a million tokens, K3's whole context
+        block_t *= 2
     strides = conv_state.stride()
     with on_device(qkv):
-        kernels.kda_conv_kernel[(pieces, -(-num_tokens // _BLOCK_T))](
+        kernels.kda_conv_kernel[(pieces, -(-num_tokens // block_t))](
             out, qkv, taps, conv_state, lengths, state_slots, continued, out.stride(0),
             qkv.stride(0), taps.stride(0), taps.stride(1), *strides, num_tokens, batch, num_slots,
             null_slot, channels, **constants, BLOCK_B=1 << (batch - 1).bit_length(),
-            BLOCK_T=_BLOCK_T, COMPUTE=kernels.tl.float32, num_warps=4,
+            BLOCK_T=block_t, COMPUTE=kernels.tl.float32, num_warps=4,
         )  # fmt: skip
         kernels.kda_window_kernel[(pieces, batch)](
             qkv, conv_state, lengths, state_slots, continued,

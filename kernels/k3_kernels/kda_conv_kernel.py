@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k3_kernels.kda_decode_kernel import sigmoid
+from k3_kernels.kda_step_kernel import sigmoid
 
 __all__ = ["kda_conv_kernel", "kda_window_kernel"]
 

@@ -32,7 +32,7 @@ everything that does not need it, then window and state together.
 compute each of their elements twice or, because Triton recomputes small loads rather than exchange
 them, 64 times. As one tile ``[128, 2, 2]`` every thread has two elements of its own.
 
-*Sums over keys.* See :mod:`k3_kernels.kda_decode_kernel` for the shape of the state tile: it takes
+*Sums over keys.* See :mod:`k3_kernels.kda_step_kernel` for the shape of the state tile: it takes
 50 shuffles where the obvious one takes 190 (CHUNK 32 against 128, 8 warps).
 
 Several tokens a request (speculative verify) keep the state in registers between tokens. Until the
@@ -43,11 +43,8 @@ in a slot of its own, or the state stays as it was and each token leaves a recor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from k3_kernels import tuned
 from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
 from k3_kernels.kda_cache import (
     HEAD_DIMS,
@@ -55,80 +52,13 @@ from k3_kernels.kda_cache import (
     check_conv_weight,
     check_gate_weights,
     check_slots,
+    check_starts,
     check_state,
 )
+from k3_kernels.kda_decode_config import KDADecodeConfig, choose_config, verify_config
 from k3_kernels.kda_records import KDARecords
 
-__all__ = ["HEAD_DIMS", "KDADecodeConfig", "choose_config", "kda_decode"]
-
-
-@dataclass(frozen=True)
-class KDADecodeConfig:
-    """Compile-time constants of one launch.
-
-    Attributes
-    ----------
-    block_v
-        Values of the state that are in registers at a time; the whole head or a part of it.
-    chunk
-        Keys of a row that neighbouring lanes share.
-    num_warps
-        Warps of a program.
-    stages
-        Slices of the state that are in flight, plus 1.
-    early
-        Ask for one slice more before anything else; always if it is the whole head.
-    pdl
-        Start while the launch before is still ending (programmatic dependent launch, sm_90 and
-        later): weights are read, everything else waits.
-    evict_first
-        Whether the second-level cache gives up lines of the state before others: ``"loads"``,
-        ``"stores"``, ``"both"`` or nothing.
-    """
-
-    block_v: int
-    chunk: int
-    num_warps: int
-    stages: int
-    early: bool = False
-    pdl: bool = False
-    evict_first: str = ""
-
-
-def choose_config(programs: int, head_dim: int, device: torch.device) -> KDADecodeConfig:
-    """Choose the constants of a step of one token a request.
-
-    Parameters
-    ----------
-    programs
-        Requests times heads.
-    head_dim
-        K = V.
-    device
-        Where it will run: measured constants are looked up for it.
-
-    Examples
-    --------
-    >>> config = choose_config(12, 128, torch.device("cpu"))
-    >>> config.block_v, config.num_warps, config.early
-    (128, 16, True)
-    """
-    found = tuned.lookup("kda_decode", f"D={head_dim}", programs, device)
-    if found is not None:
-        return KDADecodeConfig(**found)
-    if programs <= 132:
-        # A multiprocessor for each head: one pass, all loads at once.
-        return KDADecodeConfig(head_dim, min(32, head_dim), max(1, head_dim // 8), 1, True)
-    block_v = min(32, head_dim)
-    return KDADecodeConfig(block_v, min(64, head_dim), 4, min(5, head_dim // block_v + 1))
-
-
-def verify_config(programs: int, head_dim: int, device: torch.device) -> KDADecodeConfig:
-    """Choose the constants of a step of several tokens a request, as :func:`choose_config` does."""
-    found = tuned.lookup("kda_verify", f"D={head_dim}", programs, device)
-    if found is not None:
-        return KDADecodeConfig(**found)
-    return KDADecodeConfig(head_dim, min(32, head_dim), max(1, head_dim // 16), 1, True)
+__all__ = ["HEAD_DIMS", "KDADecodeConfig", "choose_config", "kda_decode", "verify_config"]
 
 
 def kda_decode(
@@ -186,7 +116,7 @@ def kda_decode(
         No slot may occur twice. A slot of ``null_slot`` or less is padding: its ``out`` rows are 0
         and nothing else happens.
     cu_seqlens
-        ``[B + 1]`` int32 or int64: tokens of request b are rows ``cu_seqlens[b]`` to
+        ``[B + 1]`` int32: tokens of request b are rows ``cu_seqlens[b]`` to
         ``cu_seqlens[b + 1] - 1``, none being allowed. None: one token each, N = B. With several:
 
         * S = 1 and no records: state and window after the last token are kept.
@@ -276,9 +206,12 @@ def kda_decode(
                 "pass cu_seqlens"
             )
     else:
-        check_slots("kda_decode", "cu_seqlens", cu_seqlens, None, null_slot, like=qkv,
-                    rows=batch + 1)  # fmt: skip
+        check_starts("kda_decode", cu_seqlens, num_tokens, batch, like=qkv)
     if records is not None:
+        if not isinstance(records, KDARecords):
+            raise TypeError(
+                f"k3_kernels.kda_decode: records must be KDARecords, got {type(records).__name__}"
+            )
         if draft_slots > 1:
             raise ValueError(
                 "k3_kernels.kda_decode: records replace the slots of draft positions: pass "
@@ -295,8 +228,9 @@ def kda_decode(
     if num_tokens == 0 or batch == 0 or num_heads == 0:
         return out
 
-    kernels = load_kernels("kda_decode")
-    check_runs_here("kda_decode", kernels.kda_decode_kernel, qkv, taps, A_log, dt_bias, norm_weight)
+    kernels = load_kernels("kda_decode", "kda_decode" if cu_seqlens is None else "kda_verify")
+    kernel = kernels.kda_decode_kernel if cu_seqlens is None else kernels.kda_verify_kernel
+    check_runs_here("kda_decode", kernel, qkv, taps, A_log, dt_bias, norm_weight)
     tensors = (out, qkv, raw_gate, raw_beta, output_gate, taps, A_log, dt_bias, norm_weight,
                conv_state, state, slots)  # fmt: skip
     strides = (
@@ -322,7 +256,7 @@ def kda_decode(
     with on_device(qkv):
         if cu_seqlens is None:
             chosen = config or choose_config(batch * num_heads, head_dim, qkv.device)
-            kernels.kda_decode_kernel[grid](
+            kernel[grid](
                 *tensors, accepted, *strides, num_slots, draft_slots, columns, *numbers,
                 **constants, BLOCK_V=chosen.block_v, CHUNK=chosen.chunk, STAGES=chosen.stages,
                 EARLY=chosen.early or chosen.block_v == head_dim, PDL=chosen.pdl,
@@ -334,7 +268,7 @@ def kda_decode(
         chosen = config or verify_config(batch * num_heads, head_dim, qkv.device)
         # A kernel argument must be a tensor: without records it is given one it does not touch.
         kept = (state, qkv, qkv) if records is None else (records.u, records.key, records.gate)
-        kernels.kda_verify_kernel[grid](
+        kernel[grid](
             *tensors, accepted, cu_seqlens, *kept, *strides,
             *(kept[i].stride(j) for i in range(3) for j in range(2)),
             num_slots, draft_slots, columns,

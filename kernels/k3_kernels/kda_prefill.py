@@ -43,83 +43,20 @@ writes the state out in passing: one pass, at the price of a chunk that is not f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 
-from k3_kernels import tuned
 from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
 from k3_kernels.kda_cache import check_gate_weights, check_sequences, check_state
+from k3_kernels.kda_prefill_config import CHUNK, HALF, KDAPrefillConfig, choose_config
 
-__all__ = ["CHUNK", "KDAPrefillConfig", "choose_config", "kda_prefill"]
-
-#: Tokens of a chunk, and rows of it that meet keys in their middle: 16 rows away at most.
-CHUNK, HALF = 64, 32
+__all__ = ["CHUNK", "HALF", "KDAPrefillConfig", "choose_config", "kda_prefill"]
 
 
-@dataclass(frozen=True)
-class KDAPrefillConfig:
-    """Compile-time constants of the two launches.
-
-    Attributes
-    ----------
-    block_k, chunk_warps, chunk_registers
-        Keys that a program which prepares a chunk takes at a time, its warps, and the most
-        registers of a thread; 0 is no limit.
-    block_v
-        Values of a program that walks.
-    scan_warps, scan_stages
-        Its warps, and chunks in flight plus 1.
-    segments
-        Pieces of a sequence that are walked at the same time.
-    chunk_stages
-        Blocks of keys in flight plus 1 in a program that prepares a chunk.
-    """
-
-    block_k: int
-    chunk_warps: int
-    chunk_registers: int
-    block_v: int
-    scan_warps: int
-    scan_stages: int
-    segments: int = 1
-    chunk_stages: int = 2
-
-
-def choose_config(heads: int, tokens: int, head_dim: int, device: torch.device) -> KDAPrefillConfig:
-    """Choose the constants of a call.
-
-    Parameters
-    ----------
-    heads
-        Sequences times heads.
-    tokens
-        Of a sequence, in the mean.
-    head_dim, device
-        K = V, and where it will run: measured constants are looked up for it.
-
-    Examples
-    --------
-    >>> choose_config(12, 8192, 128, torch.device("cpu")).segments
-    5
-    """
-    found = tuned.lookup("kda_prefill", f"D={head_dim}", heads, device)
-    if found is not None:
-        config = KDAPrefillConfig(**found)
-    elif device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10:
-        # Products lie in a memory of their own and come through registers: more warps to hold them.
-        config = KDAPrefillConfig(32, 4, 0, min(64, head_dim), 8, 2, 5 if heads <= 32 else 1)
-    elif heads <= 32:
-        # Few heads leave most multiprocessors idle: cut values, and sequences too.
-        config = KDAPrefillConfig(32, 4, 0, min(64, head_dim), 4, 3, 5)
-    else:
-        config = KDAPrefillConfig(32, 4, 0, head_dim, 8, 2, 1)
-    if tokens < 4 * CHUNK * config.segments:
-        # A survey of so few chunks costs more than it saves.
-        config = replace(config, segments=1)
-    return config
+#: Names of the launches, in their order; without segments there are only the first and the last.
+LAUNCHES = ("prepare", "survey", "starts", "walk")
 
 
 def kda_prefill(
@@ -181,7 +118,7 @@ def kda_prefill(
     Returns
     -------
     Tensor
-        ``[N, H, D]`` in the type of ``v``.
+        ``[N, H, D]`` in the type of ``q``. Rows that belong to no sequence are not written.
 
     Raises
     ------
@@ -205,7 +142,7 @@ def kda_prefill(
     num_tokens = q.shape[0]
     shape = (num_tokens, num_heads, head_dim)
     if out is None:
-        out = torch.empty(shape, dtype=v.dtype, device=q.device)
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("raw_gate", raw_gate), ("out", out)):
         check_tensor("kda_prefill", name, tensor, shape, like=q, output=name == "out")
         if tensor.numel() and num_heads > 1 and tensor.stride(1) != head_dim:
@@ -215,10 +152,15 @@ def kda_prefill(
             )
     check_tensor("kda_prefill", "raw_beta", raw_beta, shape[:2], like=q)
     dt_bias = check_gate_weights("kda_prefill", A_log, dt_bias, num_heads, head_dim, like=q)
-    if not -5.0 <= lower_bound < 0.0:
+    if lower_bound is None or not -5.0 <= lower_bound < 0.0:
         raise ValueError(
             f"k3_kernels.kda_prefill: lower_bound is {lower_bound}, expected -5 to 0: 16 rows of a "
             "stronger decay leave the range of float32. kda_decode has no such limit"
+        )
+    if only not in (None, *LAUNCHES):
+        raise ValueError(
+            f"k3_kernels.kda_prefill: only is {only!r}, expected None or one of "
+            f"{', '.join(LAUNCHES)}"
         )
     batch, has_initial_state = check_sequences(
         "kda_prefill", state_slots, num_slots, null_slot, cu_seqlens=cu_seqlens,
@@ -228,7 +170,8 @@ def kda_prefill(
     if num_tokens == 0 or batch == 0 or num_heads == 0:
         return out
 
-    kernels = load_kernels("kda_prefill")
+    chunks_kernels = load_kernels("kda_prefill", "kda_chunks")
+    kernels = load_kernels("kda_prefill", "kda_scan")
     tl = kernels.tl
     check_runs_here("kda_prefill", kernels.kda_scan_kernel, q, A_log, dt_bias)
     # Products of 16-bit tokens have factors up to e^80, which float16 cannot hold; the interpreter
@@ -265,7 +208,7 @@ def kda_prefill(
     factor = tl.float64 if q.device.type == "cpu" else tl.float32 if wide else tl.bfloat16
 
     def prepare() -> None:
-        kernels.kda_chunks_kernel[(num_heads, chunks)](
+        chunks_kernels.kda_chunks_kernel[(num_heads, chunks)](
             q, k, raw_gate, raw_beta, A_log, dt_bias, lengths, cuts,
             _sums(q.device, torch.float32 if wide else torch.float16), factors, solve, scores,
             decay, inverse, q.stride(0), k.stride(0), raw_gate.stride(0), raw_beta.stride(0),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from k3_kernels._compat import check_tensor
+from k3_kernels._compat import check_tensor, shape_of
 
 __all__ = ["KDARecords"]
 
@@ -93,7 +93,8 @@ class KDARecords:
         if not isinstance(self.u, torch.Tensor) or self.u.ndim != len(shape):
             raise ValueError(
                 f"k3_kernels.{operator}: records.u must have {len(shape)} dimensions "
-                "([layers,] rows, tokens, heads, head dim); KDARecords.empty makes them"
+                f"([layers,] rows, tokens, heads, head dim), got {shape_of(self.u)}: "
+                "KDARecords.empty makes them"
             )
         expected = tuple(
             have if want is None else want for have, want in zip(self.u.shape, shape, strict=True)

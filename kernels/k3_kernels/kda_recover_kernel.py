@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k3_kernels.kda_decode_kernel import decay_factor
+from k3_kernels.kda_step_kernel import decay_factor
 
 __all__ = ["kda_recover_kernel"]
 

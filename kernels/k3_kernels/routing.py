@@ -225,6 +225,10 @@ def _output(
 ) -> torch.Tensor:
     if tensor is None:
         return torch.empty(shape, dtype=dtype, device=device)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"k3_kernels.routing: {name} must be a torch.Tensor, got {type(tensor).__name__}"
+        )
     got = (tuple(tensor.shape), tensor.dtype, tensor.device)
     if got != (shape, dtype, device) or not tensor.is_contiguous():
         raise ValueError(

@@ -64,9 +64,10 @@ def row_norm(
     49.0
     """
     check_ndim("row_norm", "x", x, "[T, D]")
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or len(weight) > x.shape[1]:
+    fits = isinstance(weight, torch.Tensor) and weight.ndim == 1
+    if not fits or not 1 <= len(weight) <= x.shape[1]:
         raise ValueError(
-            f"k3_kernels.row_norm: weight must be a tensor [D] with D up to {x.shape[1]}, "
+            f"k3_kernels.row_norm: weight must be a tensor [D] with D from 1 to {x.shape[1]}, "
             f"got {shape_of(weight)}"
         )
     return _launch("row_norm", x, weight, None, eps, out, 1, x.shape[1] - len(weight))
@@ -82,8 +83,9 @@ def gated_norm(
 ) -> torch.Tensor:
     """Normalise each head of ``x [T, H, D]`` and multiply it by ``sigmoid(gate)``.
 
-    ``gate`` and ``out`` have the same shape; heads lie together, rows any distance apart. Type and
-    errors as for :func:`row_norm`.
+    ``gate`` and ``out`` have the same shape and type; heads lie together, rows any distance apart.
+    ``weight`` is ``[D]`` of any float type, ``eps`` is added to the mean square of a head. Result
+    and errors as for :func:`row_norm`.
 
     Examples
     --------

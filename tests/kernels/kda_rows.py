@@ -81,7 +81,7 @@ def _verify(config: KDADecodeConfig, *, record: bool, drafts: bool) -> list[aot.
     }  # fmt: skip
     kind = "records" if record else "slots" if drafts else "kept"
     return _rows(
-        f"kda_verify-{kind}", "kda_decode_kernel", "kda_verify_kernel",
+        f"kda_verify-{kind}", "kda_verify_kernel", "kda_verify_kernel",
         _signature(
             f"{_DECODE_POINTERS} cu_seqlens {records}", f"{_DECODE_STRIDES} {strides}",
             f"max_tokens {_DECODE_NUMBERS}",
@@ -119,7 +119,7 @@ def _prefill(
     shared["CHECKPOINTS"] = checkpoints
     counts = "num_tokens num_sequences"
     rows = _rows(
-        f"kda_prefill-prepare-k{config.block_k}", "kda_prefill_kernel", "kda_chunks_kernel",
+        f"kda_prefill-prepare-k{config.block_k}", "kda_chunks_kernel", "kda_chunks_kernel",
         _signature(
             "q k gate beta A_log dt_bias cu_seqlens checkpoint sums factors solve scores decay "
             "lengths",
@@ -148,11 +148,11 @@ def _prefill(
         rows += _rows(
             f"kda_prefill-{'survey' if survey else 'walk'}-{config.segments}"
             + ("-checkpoints" if checkpoints else ""),
-            "kda_prefill_kernel", "kda_scan_kernel", signature, constants, config.scan_warps,
+            "kda_scan_kernel", "kda_scan_kernel", signature, constants, config.scan_warps,
         )  # fmt: skip
     if config.segments > 2:
         rows += _rows(
-            "kda_prefill-starts", "kda_prefill_kernel", "kda_starts_kernel",
+            "kda_prefill-starts", "kda_scan_kernel", "kda_starts_kernel",
             {"starts_ptr": "*fp32"}
             | dict.fromkeys(("map_high", "map_low"), f"tensordesc<bf16[{HEAD_DIM}, {HEAD_DIM}]>"),
             {"D": HEAD_DIM, "SEGMENTS": config.segments, "BLOCK_V": config.block_v,

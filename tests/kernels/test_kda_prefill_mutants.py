@@ -80,6 +80,13 @@ CONV = [
 ]  # fmt: skip
 
 
+#: Modules that are built anew for a mutant, each behind those it imports from.
+BUILT = {
+    "kda_prefill": ("kda_chunk_rows", "kda_chunks", "kda_scan"),
+    "kda_conv": ("kda_conv",),
+}
+
+
 def _runs(operator: str) -> list[tuple[Callable[..., None], Any, dict[str, Any]]]:
     if operator == "kda_conv":
         return [(test_kda_conv.check, case, {}) for case in test_kda_conv.CASES[::-1]]
@@ -94,7 +101,7 @@ def _runs(operator: str) -> list[tuple[Callable[..., None], Any, dict[str, Any]]
 def test_prefill_check_refuses(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    use("kda_prefill", mutant, tmp_path, monkeypatch)
+    use("kda_prefill", mutant, tmp_path, monkeypatch, *BUILT["kda_prefill"])
     assert first_failure(_runs("kda_prefill"), device), f"the wrong kernel {mutant} passed"
 
 
@@ -110,5 +117,5 @@ def test_conv_check_refuses(
 def test_check_accepts_the_kernel_built_the_same_way(
     operator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    use(operator, CONTROL, tmp_path, monkeypatch)
+    use(operator, CONTROL, tmp_path, monkeypatch, *BUILT[operator])
     assert first_failure(_runs(operator), device) is None

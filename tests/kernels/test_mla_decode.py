@@ -49,6 +49,28 @@ def test_equals_the_reference_layer(device: str) -> None:
     torch.testing.assert_close(chunk_expanded(q, rows[:5], kv_b), alone)
 
 
+@pytest.mark.parametrize(("count", "length"), [(1, 1), (8, 8), (9, 9), (3, 17), (8, 24), (7, 32)])
+def test_lengths_filled_up_to_steps_change_nothing(count: int, length: int, device: str) -> None:
+    """In float32, with plain attention in cuDNN's place, which sees multiples of 8 alone."""
+    from kimik3_lab.reference import mla
+    from kimik3_lab.serving.executors.triton_attention import chunk_in_steps
+
+    def attend(q, k, v, *, causal: bool):
+        assert q.shape[2] % 8 == k.shape[2] % 8 == 0
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        if causal:
+            scores = scores.where(torch.ones_like(scores).tril() > 0, -torch.inf)
+        return scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
+
+    generator = torch.Generator().manual_seed(count)
+    q, rows, kv_b = (
+        torch.randn(*shape, generator=generator).to(device)
+        for shape in ((count, 2, 6), (length, 5), (2 * 7, 3))
+    )
+    ours = chunk_in_steps(q, rows, kv_b, attend, step=8)
+    torch.testing.assert_close(ours, mla.expanded(q, rows, kv_b), rtol=1e-4, atol=1e-5)
+
+
 def test_shards_of_a_context_merge(device: str) -> None:
     """Rows dealt out to two ranks: results weighted with e^lse are those of the whole context."""
     case = Case((37, 20), tokens=2, page=1, table_gap=0)
@@ -270,7 +292,12 @@ def test_launched_early_the_kernels_wait(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["k3_kernels.mla_decode", "kimik3_lab.serving.executors.triton_attention"]
+    "name",
+    [
+        "k3_kernels.mla_decode",
+        "k3_kernels.mla_decode_config",
+        "kimik3_lab.serving.executors.triton_attention",
+    ],
 )
 def test_examples(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name))
