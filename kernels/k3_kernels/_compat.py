@@ -25,11 +25,14 @@ __all__ = [
     "check_runs_here",
     "check_tensor",
     "load_kernels",
+    "next_power_of_2",
     "on_device",
     "shape_of",
 ]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+#: CUDA's limit on programs along the second and the third axis of a grid.
+GRID_LIMIT = 65_535
 
 
 def load_kernels(operator: str, name: str | None = None) -> ModuleType:
@@ -211,6 +214,19 @@ def check_runs_here(operator: str, kernel: Any, *tensors: torch.Tensor | None) -
             "error (it works on the bit patterns, triton-lang/triton#11584). Use float32 or "
             "float16 under TRITON_INTERPRET=1, and bfloat16 on a GPU."
         )
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the smallest power of two that is not less than a positive number.
+
+    Triton has the same, but it may not be there when constants are chosen.
+
+    Examples
+    --------
+    >>> next_power_of_2(1), next_power_of_2(5), next_power_of_2(64)
+    (1, 8, 64)
+    """
+    return 1 << (number - 1).bit_length()
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -72,7 +72,14 @@ from functools import partial
 import torch
 
 from k3_kernels import tuned
-from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._compat import (
+    check_ndim,
+    check_runs_here,
+    check_tensor,
+    load_kernels,
+    next_power_of_2,
+    on_device,
+)
 
 __all__ = ["MAX_HIDDEN_SIZE", "AttnResConfig", "attn_res", "choose_config"]
 
@@ -162,10 +169,10 @@ slice_h=0, slice_warps=4)
     4
     """
     latency = num_tokens <= _LATENCY_TOKENS
-    block_h = min(1024, max(16, _power_of_two(hidden_size)))
+    block_h = min(1024, max(16, next_power_of_2(hidden_size)))
     # Elements of a row that one lane holds, several times: a lone program can afford more lanes.
     lane_elements = 32 if latency else 64
-    num_warps = min(16, _power_of_two(-(-hidden_size // (32 * lane_elements))))
+    num_warps = min(16, next_power_of_2(-(-hidden_size // (32 * lane_elements))))
     row_bytes = -(-hidden_size // block_h) * block_h * itemsize
     budget = _SHARED_BYTES if latency else _SHARED_BYTES // 2
     # Two rows in flight hide the memory's latency. On an H200 a deeper pipeline lost 20 % at
@@ -186,11 +193,6 @@ def _config(
     if measured:
         return AttnResConfig(**measured)
     return choose_config(num_tokens, n_blocks, hidden_size, itemsize)
-
-
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not less than a positive number."""
-    return 1 << (number - 1).bit_length()
 
 
 def attn_res(
@@ -320,7 +322,7 @@ def attn_res(
             )  # fmt: skip
             return out, prefix_out
         slices = -(-hidden_size // config.slice_h)
-        padded = _power_of_two(n_blocks + 1)
+        padded = next_power_of_2(n_blocks + 1)
         sums = prefix.new_empty((num_tokens, slices, padded, 2), dtype=torch.float32)
         first[(num_tokens, slices)](
             sums, prefix_out, bank, prefix, addend, query, key_norm_weight,

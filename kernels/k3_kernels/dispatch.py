@@ -41,7 +41,14 @@ from typing import NamedTuple
 import torch
 
 from k3_kernels import tuned
-from k3_kernels._compat import check_integers, check_ndim, check_runs_here, load_kernels, on_device
+from k3_kernels._compat import (
+    check_integers,
+    check_ndim,
+    check_runs_here,
+    load_kernels,
+    next_power_of_2,
+    on_device,
+)
 
 __all__ = ["Dispatch", "DispatchConfig", "choose_config", "dispatch", "max_padded_pairs"]
 
@@ -86,8 +93,8 @@ def choose_config(num_pairs: int) -> DispatchConfig:
     (1, 1024)
     """
     if num_pairs <= 256:
-        return DispatchConfig(num_warps=max(1, _power_of_two(num_pairs) // 64))
-    slice_pairs = min(1024, max(128, _power_of_two(num_pairs) // 32))
+        return DispatchConfig(num_warps=max(1, next_power_of_2(num_pairs) // 64))
+    slice_pairs = min(1024, max(128, next_power_of_2(num_pairs) // 32))
     return DispatchConfig(num_warps=slice_pairs // 128, slice_pairs=slice_pairs)
 
 
@@ -199,7 +206,7 @@ def dispatch(
     log_experts = max(5, (num_experts - 1).bit_length())
     ranks = _integers(num_pairs, device)
     slice_counts = _integers(slices * num_experts, device)
-    rows = max(1, min(config.rows, _power_of_two(slices), 2**15 >> log_experts))
+    rows = max(1, min(config.rows, next_power_of_2(slices), 2**15 >> log_experts))
     with on_device(expert_ids):
         kernels.count_kernel[(slices,)](
             done.sorted_token_ids, done.block_expert_ids, ranks, slice_counts, expert_ids, table,
@@ -255,8 +262,3 @@ def _check(
                 f"{where}: first_expert={first_expert} and expert_map both say which experts are "
                 "local: pass one of them"
             )
-
-
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not less than a positive number."""
-    return 1 << (number - 1).bit_length()

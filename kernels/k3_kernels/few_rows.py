@@ -24,6 +24,7 @@ from k3_kernels._compat import (
     check_runs_here,
     check_tensor,
     load_kernels,
+    next_power_of_2,
     on_device,
     shape_of,
 )
@@ -64,7 +65,8 @@ def few_rows_linear(
     Parameters
     ----------
     x
-        ``[T, K]``; rows may be any distance apart.
+        ``[T, K]``; rows may be any distance apart. float32, float16 or bfloat16; float16 is
+        multiplied as float32, which a GPU does slowly.
     weight
         ``[N, K]`` in the type of ``x``.
     out
@@ -109,7 +111,7 @@ def few_rows_linear(
         kernels.few_rows_kernel[(-(-weight.shape[0] // config.block_n),)](
             out, x, weight, tokens, weight.shape[0], depth,
             out.stride(0), x.stride(0), weight.stride(0),
-            BLOCK_T=max(16, 1 << (tokens - 1).bit_length()), BLOCK_N=config.block_n,
+            BLOCK_T=max(16, next_power_of_2(tokens)), BLOCK_N=config.block_n,
             BLOCK_K=config.block_k, STAGES=config.stages, COMPUTE=compute,
             num_warps=config.num_warps,
         )  # fmt: skip

@@ -36,6 +36,7 @@ from k3_kernels._compat import (
     check_runs_here,
     check_tensor,
     load_kernels,
+    next_power_of_2,
     on_device,
 )
 
@@ -66,10 +67,10 @@ def choose_config(num_tokens: int, width: int, has_norm: bool) -> FinalizeConfig
     FinalizeConfig(block_d=512, num_warps=8, pieces=7, pdl=False)
     """
     if has_norm:
-        block_d = min(512, max(16, _power_of_two(width)))
-        warps = min(16, _power_of_two(-(-width // 512)))
+        block_d = min(512, max(16, next_power_of_2(width)))
+        warps = min(16, next_power_of_2(-(-width // 512)))
         return FinalizeConfig(block_d, warps, -(-width // block_d))
-    block_d = min(512 if num_tokens > 132 else 128, max(16, _power_of_two(width)))
+    block_d = min(512 if num_tokens > 132 else 128, max(16, next_power_of_2(width)))
     return FinalizeConfig(block_d, max(1, block_d // 128))
 
 
@@ -236,8 +237,3 @@ def _check_experts(
                 f"{where}: first_expert={first_expert} and expert_map both say which experts are "
                 "local: pass one of them"
             )
-
-
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not less than a positive number."""
-    return 1 << (number - 1).bit_length()

@@ -14,7 +14,14 @@ from __future__ import annotations
 
 import torch
 
-from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._compat import (
+    check_ndim,
+    check_runs_here,
+    check_tensor,
+    load_kernels,
+    next_power_of_2,
+    on_device,
+)
 
 __all__ = ["sigmoid_mul", "silu_and_mul", "situ_and_mul"]
 
@@ -43,7 +50,7 @@ def situ_and_mul(
     >>> situ_and_mul(big, big).tolist()
     [[100.0, 100.0, 100.0, 100.0]]
     """
-    return _launch("situ_and_mul", "situ", gate, up, out, beta, linear_beta)
+    return _launch("situ_and_mul", "situ", {"gate": gate, "up": up}, out, beta, linear_beta)
 
 
 def silu_and_mul(
@@ -57,7 +64,7 @@ def silu_and_mul(
     >>> silu_and_mul(torch.zeros(1, 2, device=device), torch.ones(1, 2, device=device)).tolist()
     [[0.0, 0.0]]
     """
-    return _launch("silu_and_mul", "silu", gate, up, out)
+    return _launch("silu_and_mul", "silu", {"gate": gate, "up": up}, out)
 
 
 def sigmoid_mul(
@@ -71,22 +78,22 @@ def sigmoid_mul(
     >>> sigmoid_mul(torch.ones(1, 2, device=device), torch.zeros(1, 2, device=device)).tolist()
     [[0.5, 0.5]]
     """
-    return _launch("sigmoid_mul", "sigmoid", x, gate, out)
+    return _launch("sigmoid_mul", "sigmoid", {"x": x, "gate": gate}, out)
 
 
 def _launch(
     name: str,
     kind: str,
-    x: torch.Tensor,
-    y: torch.Tensor,
+    factors: dict[str, torch.Tensor],
     out: torch.Tensor | None,
     beta: float = 1.0,
     linear_beta: float = 1.0,
 ) -> torch.Tensor:
-    check_ndim(name, "the first argument", x, "[T, D]")
+    x, y = factors.values()
+    check_ndim(name, next(iter(factors)), x, "[T, D]")
     tokens, width = x.shape
-    check_tensor(name, "the first argument", x, (tokens, width), like=x)
-    check_tensor(name, "the second argument", y, (tokens, width), like=x)
+    for argument, factor in factors.items():
+        check_tensor(name, argument, factor, (tokens, width), like=x)
     if out is None:
         out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     check_tensor(name, "out", out, (tokens, width), like=x, output=True)
@@ -95,7 +102,7 @@ def _launch(
     kernels = load_kernels("gating")
     check_runs_here(name, kernels.gating_kernel, x, y, out)
     # A row of few elements has a program of its own, whose lanes hold eight each.
-    block = min(1024, max(64, 1 << (width - 1).bit_length()))
+    block = min(1024, max(64, next_power_of_2(width)))
     with on_device(x):
         kernels.gating_kernel[(tokens, -(-width // block))](
             out, x, y, out.stride(0), x.stride(0), y.stride(0), beta, linear_beta,

@@ -46,7 +46,9 @@ def check_state(
             f"{where} has strides {tuple(state.stride())}, expected (.., {keys}, 1): the [V, K] of "
             "a head must be contiguous"
         )
-    if state.numel() and 0 in state.stride():
+    if state.numel() and any(
+        s == 0 and n > 1 for s, n in zip(state.stride(), state.shape, strict=True)
+    ):
         raise ValueError(f"{where} is an expanded view whose slots share memory: pass a buffer")
     return heads, keys, slots
 

@@ -53,7 +53,7 @@ def unit_lower_inverse(minus_a, CHUNK: tl.constexpr, TRIANGLE: tl.constexpr):
     do_not_specialize_on_alignment=["beta_ptr", "cu_seqlens_ptr", "checkpoint_ptr"],
 )
 def kda_chunks_kernel(
-    q_ptr,  # [N, H * D], not normalised; so are the next one
+    q_ptr,  # [N, H * D], not normalised; so is the next one
     k_ptr,
     gate_ptr,  # [N, H * D], raw
     beta_ptr,  # [N, H], raw
@@ -83,7 +83,7 @@ def kda_chunks_kernel(
     D: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,  # keys that are in registers at a time
-    HALF: tl.constexpr,  # rows whose decays may be divided by each other: 32 in float32
+    HALF: tl.constexpr,  # rows that meet keys in their middle, 16 rows away at most
     OPERAND: tl.constexpr,  # type of the factors of a product; bfloat16 has the range it takes
     TRIANGLE: tl.constexpr,  # type of the factors of the inverse; float16 has the digits
     STAGES: tl.constexpr,
@@ -123,7 +123,7 @@ def kda_chunks_kernel(
     to_first = tl.load(sums + 3 * CHUNK * CHUNK)
     to_second = tl.load(sums + 4 * CHUNK * CHUNK)
     column = tl.arange(0, BLOCK_K)
-    mask = inside[:, None] & (column >= 0)[None, :]
+    mask = inside[:, None]
     tile = i * D + column[None, :]
     q_at = i * q_stride + column[None, :]
     k_at = i * k_stride + column[None, :]

@@ -17,14 +17,20 @@ from __future__ import annotations
 
 import torch
 
-from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._compat import (
+    GRID_LIMIT,
+    check_ndim,
+    check_runs_here,
+    check_tensor,
+    load_kernels,
+    next_power_of_2,
+    on_device,
+)
 from k3_kernels.kda_cache import check_conv_state, check_conv_weight, check_sequences
 
 __all__ = ["kda_conv"]
 
 _BLOCK_T, _BLOCK_C = 16, 256
-#: CUDA's limit on programs along the second axis of a grid.
-_MAX_GRID = 65_535
 
 
 def kda_conv(
@@ -107,14 +113,14 @@ def kda_conv(
     }
     pieces = -(-channels // _BLOCK_C)
     block_t = _BLOCK_T
-    while num_tokens > block_t * _MAX_GRID:  # a million tokens, K3's whole context
+    while num_tokens > block_t * GRID_LIMIT:  # a million tokens, K3's whole context
         block_t *= 2
     strides = conv_state.stride()
     with on_device(qkv):
         kernels.kda_conv_kernel[(pieces, -(-num_tokens // block_t))](
             out, qkv, taps, conv_state, lengths, state_slots, continued, out.stride(0),
             qkv.stride(0), taps.stride(0), taps.stride(1), *strides, num_tokens, batch, num_slots,
-            null_slot, channels, **constants, BLOCK_B=1 << (batch - 1).bit_length(),
+            null_slot, channels, **constants, BLOCK_B=next_power_of_2(batch),
             BLOCK_T=block_t, COMPUTE=kernels.tl.float32, num_warps=4,
         )  # fmt: skip
         kernels.kda_window_kernel[(pieces, batch)](
@@ -122,7 +128,7 @@ def kda_conv(
             state_slots if checkpoint_at is None else checkpoint_at,
             state_slots if checkpoint_slots is None else checkpoint_slots, qkv.stride(0), *strides,
             num_tokens, num_slots, null_slot, channels, **constants,
-            CHECKPOINTS=checkpoint_at is not None, BLOCK_W=1 << (taps.shape[1] - 2).bit_length(),
+            CHECKPOINTS=checkpoint_at is not None, BLOCK_W=next_power_of_2(taps.shape[1] - 1),
             num_warps=4,
         )  # fmt: skip
     return out

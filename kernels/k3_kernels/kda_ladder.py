@@ -116,6 +116,8 @@ def delta_rule(
         ``[slots, H, V, K]`` float32, contiguous; read and written.
     slots
         ``[B]`` int32, none twice. Every slot must exist: nothing is checked here.
+    config
+        Constants of the launch.
 
     Returns
     -------

@@ -231,6 +231,17 @@ def climb_prefill(
     ------
     ValueError
         If there is no such rung.
+
+    Examples
+    --------
+    >>> device = "cuda" if torch.cuda.is_available() else "cpu"
+    >>> x = torch.ones(3, 1, 16, device=device)
+    >>> layer = LadderLayer(*[torch.zeros(16, device=device)] * 4)
+    >>> states = torch.zeros(2, 1, 1, 16, 16, device=device)
+    >>> prompt = LadderPrompt(x, x, x, x, x[..., 0])
+    >>> one = climb_prefill("tokens", prompt, layer, states[0], 0)
+    >>> torch.allclose(one, climb_prefill("chunks", prompt, layer, states[1], 0), atol=1e-5)
+    True
     """
     if rung not in _RUNGS:
         raise ValueError(

@@ -48,7 +48,14 @@ from typing import Any
 
 import torch
 
-from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._compat import (
+    check_ndim,
+    check_runs_here,
+    check_tensor,
+    load_kernels,
+    next_power_of_2,
+    on_device,
+)
 from k3_kernels.kda_cache import check_gate_weights, check_sequences, check_state
 from k3_kernels.kda_prefill_config import CHUNK, HALF, KDAPrefillConfig, choose_config
 
@@ -197,7 +204,7 @@ def kda_prefill(
     constants = {
         "VARLEN": cu_seqlens is not None,
         "CHECKPOINTS": checkpoint_at is not None,
-        "BLOCK_B": 1 << (batch - 1).bit_length(),
+        "BLOCK_B": next_power_of_2(batch),
         "D": head_dim,
         "CHUNK": CHUNK,
         "COMPUTE": tl.float32,

@@ -13,13 +13,14 @@ from k3_kernels import tuned
 
 __all__ = ["CHUNK", "HALF", "KDAPrefillConfig", "choose_config"]
 
-#: Tokens of a chunk, and rows of it that meet keys in their middle: 16 rows away at most.
+#: Tokens of a chunk, and rows of it that meet keys in their middle. That is 16 rows away at most, and
+#: float32 cannot divide by the decay of more.
 CHUNK, HALF = 64, 32
 
 
 @dataclass(frozen=True)
 class KDAPrefillConfig:
-    """Compile-time constants of the two launches.
+    """Compile-time constants of the launches.
 
     Attributes
     ----------

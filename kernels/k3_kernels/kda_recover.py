@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import torch
 
 from k3_kernels import tuned
-from k3_kernels._compat import check_runs_here, load_kernels, on_device
+from k3_kernels._compat import GRID_LIMIT, check_ndim, check_runs_here, load_kernels, on_device
 from k3_kernels.kda_cache import (
     check_conv_state,
     check_gate_weights,
@@ -125,8 +125,8 @@ def kda_recover(
         ``boundary[b]`` tokens goes to slot ``boundary_slots[b]`` too. That may be the slot that the
         step started from.
     conv_state
-        ``[slots, C, L]`` as the step left it: its windows move to columns 0 .. ``conv_width - 2``
-        of the same slots as the states.
+        ``[slots, C, L]`` as the step left it, or ``[layers, slots, C, L]``: its windows move to
+        columns 0 .. ``conv_width - 2`` of the same slots as the states.
     conv_width
         Taps of the convolution.
     lower_bound, l2_eps, null_slot
@@ -196,15 +196,15 @@ def kda_recover(
     )
     columns = conv_width - 1
     if conv_state is not None:
-        if layered and isinstance(conv_state, torch.Tensor) and conv_state.ndim == 4:
+        of_a_layer: torch.Tensor | None = conv_state
+        if layered:
+            check_ndim("kda_recover", "conv_state", conv_state, "[layers, slots, C, L]")
             if conv_state.shape[0] != front[0]:
                 raise ValueError(
                     f"k3_kernels.kda_recover: conv_state has {conv_state.shape[0]} layers, "
                     f"expected {front[0]}"
                 )
             of_a_layer = conv_state[0] if front[0] else None
-        else:
-            of_a_layer = conv_state
         if of_a_layer is not None:
             columns = check_conv_state(
                 "kda_recover", of_a_layer, (num_slots, 3 * num_heads * head_dim), conv_width,
@@ -222,6 +222,19 @@ def kda_recover(
         if boundary is not None:
             # Two states at once: only narrow slices leave room for them in registers.
             config = KDARecoverConfig(16, 16, 2, config.pdl)
+    most = max(1, GRID_LIMIT // batch)  # all 69 layers up to 949 requests
+    if layers > most:
+        for part in (slice(first, first + most) for first in range(0, layers, most)):
+            kda_recover(
+                state[part],
+                KDARecords(records.u[part], records.key[part], records.gate[part]),
+                state_slots, num_accepted, A_log[part], dt_bias[part], final_slots=final_slots,
+                boundary=boundary, boundary_slots=boundary_slots,
+                conv_state=None if conv_state is None else conv_state[part],
+                conv_width=conv_width, lower_bound=lower_bound, l2_eps=l2_eps,
+                null_slot=null_slot, config=config,
+            )  # fmt: skip
+        return
     # A kernel argument must be a tensor: what the constants switch off is given another one.
     window = records.key if conv_state is None else conv_state
     skip = 1 if layered else 0

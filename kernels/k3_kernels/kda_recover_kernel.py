@@ -204,7 +204,7 @@ def kda_recover_kernel(
     if MOVE_WINDOW:
         if tl.program_id(0) == 0:
             part = tl.arange(0, 4)[:, None]
-            is_qkv = (part < 3) & (keys >= 0)[None, :]
+            is_qkv = part < 3
             conv = conv_ptr + layer * conv_layer_stride
             conv += ((part * H + head) * D + keys[None, :]) * conv_channel_stride
             old_window = conv + slot.to(tl.int64) * conv_stride

@@ -51,7 +51,14 @@ from typing import Any
 
 import torch
 
-from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._compat import (
+    check_ndim,
+    check_runs_here,
+    check_tensor,
+    load_kernels,
+    next_power_of_2,
+    on_device,
+)
 from k3_kernels.mla_decode_config import (
     MAX_RANK,
     MAX_SPLITS,
@@ -206,20 +213,15 @@ def mla_decode(
             kernels.mla_merge_kernel[(num_rows * heads, -(-rank // columns))](
                 out, lse_or_q, target, target_lse, out.stride(0), out.stride(1),
                 lse_or_q.stride(0), lse_or_q.stride(1), splits, **constants,
-                ROWS=_power_of_two(splits), COLUMNS=columns, HAS_LSE=lse is not None,
+                ROWS=next_power_of_2(splits), COLUMNS=columns, HAS_LSE=lse is not None,
                 num_warps=4, **options,
             )  # fmt: skip
     return out
 
 
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not less than a positive number."""
-    return 1 << (number - 1).bit_length()
-
-
 def _padded(width: int) -> int:
     """Return columns of a tile: a matrix product wants at least 16."""
-    return max(16, _power_of_two(max(1, width)))
+    return max(16, next_power_of_2(max(1, width)))
 
 
 def _check_cache(cache: torch.Tensor, rank: int, width: int, like: torch.Tensor) -> tuple[int, int]:

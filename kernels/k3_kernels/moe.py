@@ -34,7 +34,7 @@ from k3_kernels.moe_config import MoEConfig, choose_config
 from k3_kernels.moe_gemm import Groups, down, gate_up
 from k3_kernels.moe_weights import BF16Experts, ExpertWeights, MXFP4Experts
 
-__all__ = ["moe_experts"]
+__all__ = ["make_groups", "moe_experts"]
 
 
 def moe_experts(
@@ -108,11 +108,14 @@ def moe_experts(
     >>> abs(out[0, 0].item() - 4 * situ) < 1e-3
     True
     """
-    _check(x, experts, expert_ids, weights)
+    _check(x, experts, expert_ids, weights, first_expert)
     num_tokens, top_k = expert_ids.shape
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     check_tensor("moe_experts", "out", out, tuple(x.shape), like=x, output=True)
+    if norm_weight is not None:
+        width = (experts.hidden_size,)
+        check_tensor("moe_experts", "norm_weight", norm_weight, width, like=x, same_dtype=False)
     if num_tokens == 0:
         return out
     if config is None:
@@ -144,7 +147,11 @@ def make_groups(
 
 
 def _check(
-    x: torch.Tensor, experts: ExpertWeights, expert_ids: torch.Tensor, weights: torch.Tensor
+    x: torch.Tensor,
+    experts: ExpertWeights,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    first_expert: int,
 ) -> None:
     where = "k3_kernels.moe_experts"
     if not isinstance(experts, (MXFP4Experts, BF16Experts)):
@@ -162,6 +169,10 @@ def _check(
     check_tensor(
         "moe_experts", "weights", weights, tuple(expert_ids.shape), like=x, same_dtype=False
     )
+    if isinstance(first_expert, bool) or not isinstance(first_expert, int):
+        raise TypeError(f"{where}: first_expert must be an int, got {type(first_expert).__name__}")
+    if first_expert < 0:
+        raise ValueError(f"{where}: first_expert must be at least 0, got {first_expert}")
     if weights.dtype != torch.float32:
         raise TypeError(f"{where}: weights is {weights.dtype}, expected float32: call .float()")
     for name, tensor in (("expert_ids", expert_ids), ("weights", weights)):

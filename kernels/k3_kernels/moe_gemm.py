@@ -68,11 +68,11 @@ from typing import Any
 
 import torch
 
-from k3_kernels._compat import check_runs_here, load_kernels, on_device
+from k3_kernels._compat import check_runs_here, load_kernels, next_power_of_2, on_device
 from k3_kernels.moe_config import MoEConfig
 from k3_kernels.moe_weights import BF16Experts, ExpertWeights, MXFP4Experts
 
-__all__ = ["Groups", "down", "gate_up"]
+__all__ = ["Groups", "compute_type", "down", "gate_up"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ class Groups:
         Expert of every block; not used if direct.
     num_pairs, num_blocks, num_rows
         P; programs along the rows; rows of the activations in between.
+    direct
+        No dispatch was made: ids are those of the router, and programs find their pairs.
     first_expert
         Id of the first expert that is here; only used if direct.
     """
@@ -281,7 +283,7 @@ def _registers(most: int) -> dict[str, int]:
 
 
 def _max_pairs(groups: Groups) -> int:
-    return max(16, 1 << (groups.num_pairs - 1).bit_length()) if groups.direct else 0
+    return max(16, next_power_of_2(groups.num_pairs)) if groups.direct else 0
 
 
 def _operands(experts: ExpertWeights, which: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ import triton.language as tl
 from k3_kernels.moe_group_kernel import pair_group, sorted_group
 from k3_kernels.moe_mxfp4_kernel import scaled_dot
 
-__all__ = ["down_kernel", "gate_up_kernel"]
+__all__ = ["down_kernel", "gate_up_kernel", "situ"]
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["pair_group", "sorted_group"]
+__all__ = ["pair_group", "sorted_group", "tile_of_blocks"]
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from k3_kernels._compat import check_runs_here, load_kernels, on_device
+from k3_kernels._compat import check_runs_here, load_kernels, next_power_of_2, on_device
 from k3_kernels.finalize import finalize
 from k3_kernels.moe import make_groups, moe_experts
 from k3_kernels.moe_config import MoEConfig
@@ -146,7 +146,7 @@ def _grouped(
         kernels = load_kernels("moe_ladder")
         check_runs_here("moe_ladder", kernels.situ_kernel, x)
         both, act = act, act.new_empty(act.shape[0], inner)
-        block = 512 if inner >= 512 else max(16, 1 << (inner - 1).bit_length())
+        block = 512 if inner >= 512 else max(16, next_power_of_2(inner))
         with on_device(x):
             kernels.situ_kernel[(len(act), -(-inner // block))](
                 act, both, I=inner, BETA=call.beta, LINEAR_BETA=call.linear_beta, BLOCK=block,

@@ -10,7 +10,14 @@ from __future__ import annotations
 
 import torch
 
-from k3_kernels._compat import check_runs_here, check_tensor, load_kernels, on_device, shape_of
+from k3_kernels._compat import (
+    check_runs_here,
+    check_tensor,
+    load_kernels,
+    next_power_of_2,
+    on_device,
+    shape_of,
+)
 
 __all__ = ["rotate_pairs"]
 
@@ -62,7 +69,7 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     with on_device(x):
         kernels.rotate_kernel[(tokens,)](
             x, cos, sin, x.stride(0), x.stride(1), HEADS=heads, PAIRS=width // 2,
-            BLOCK_H=1 << (heads - 1).bit_length(), BLOCK_P=1 << (width // 2 - 1).bit_length(),
+            BLOCK_H=next_power_of_2(heads), BLOCK_P=next_power_of_2(width // 2),
             COMPUTE=kernels.tl.float32, num_warps=1,
         )  # fmt: skip
     return x

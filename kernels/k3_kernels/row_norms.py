@@ -17,6 +17,7 @@ from k3_kernels._compat import (
     check_runs_here,
     check_tensor,
     load_kernels,
+    next_power_of_2,
     on_device,
     shape_of,
 )
@@ -137,7 +138,7 @@ def _launch(
         return out
     kernels = load_kernels("row_norms")
     check_runs_here(name, kernels.row_norms_kernel, x, weight, out)
-    block = 1 << (max(width, tail) - 1).bit_length()
+    block = next_power_of_2(max(width, tail))
     rows = max(1, 1024 // block) if heads > 1 else 1
     with on_device(x):
         kernels.row_norms_kernel[(-(-tokens * heads // rows),)](

@@ -75,7 +75,7 @@ def lookup(operator: str, shape: str, size: int, device: torch.device) -> dict[s
     Parameters
     ----------
     operator
-        Name of the operator's module.
+        Name of the operator, or of one of its kernels (``"kda_verify"``).
     shape
         What the model fixes, as the operator writes it.
     size

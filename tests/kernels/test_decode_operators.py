@@ -118,12 +118,15 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         few_rows_linear(torch.zeros(MAX_ROWS + 1, 8, device=device), x)
     with pytest.raises(ValueError, match="has shape"):
         few_rows_linear(x, torch.zeros(4, 9, device=device))
-    with pytest.raises(TypeError, match="convert with"):
+    with pytest.raises(ValueError, match=r"gate must be a tensor \[T, D\], got \[8\]"):
+        situ_and_mul(x[0], x)
+    with pytest.raises(TypeError, match=r"up is .*: convert with"):
         situ_and_mul(x, x.half())
     with pytest.raises(ValueError, match="has shape"):
         sigmoid_mul(x, x[:2])
-    with pytest.raises(ValueError, match="D up to 8"):
-        row_norm(x, torch.ones(9, device=device))
+    for width in (0, 9):
+        with pytest.raises(ValueError, match=rf"D from 1 to 8, got \[{width}\]"):
+            row_norm(x, torch.ones(width, device=device))
     apart = torch.zeros(3, 2, 6, device=device)[..., :4]
     with pytest.raises(ValueError, match="between heads"):
         gated_norm(x.view(3, 2, 4), apart, torch.ones(4, device=device))

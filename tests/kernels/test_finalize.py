@@ -104,9 +104,14 @@ IDS = torch.zeros(3, 2, dtype=torch.int32)
         ({"expert_ids": IDS[:2], "num_experts": 4}, ValueError, "expert_ids has shape"),
         ({"expert_ids": IDS.float(), "num_experts": 4}, TypeError, "expert_ids is torch.float32"),
         (
+            {"expert_ids": IDS, "num_experts": 4, "expert_map": [0, 1]},
+            ValueError,
+            r"expert_map must be a tensor \[E\] of int32, got list",
+        ),
+        (
             {"expert_ids": IDS, "num_experts": 4, "first_expert": 1, "expert_map": IDS[0]},
             ValueError,
-            "goes without first_expert",
+            "first_expert=1 and expert_map both say",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -116,6 +117,15 @@ def test_one_sequence_needs_no_lengths(device: str) -> None:
     assert torch.equal(one, other) and torch.equal(one[0], x[-3:].T)
 
 
+@pytest.mark.parametrize("case", CASES[3:7], ids=str)
+def test_more_tokens_than_a_grid_holds(
+    case: Case, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million tokens are more tiles of 16 than CUDA takes: the tiles grow."""
+    monkeypatch.setattr(sys.modules["k3_kernels.kda_conv"], "GRID_LIMIT", 1)
+    check(case, device)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -127,6 +137,8 @@ def test_one_sequence_needs_no_lengths(device: str) -> None:
         ({"state_slots": torch.tensor([0, 1]).int()}, ValueError, "2 sequences need cu_seqlens"),
         ({"checkpoint_at": torch.tensor([1]).int()}, ValueError, "checkpoint_at and"),
         ({"has_initial_state": torch.tensor([1, 1])}, ValueError, "has_initial_state has shape"),
+        ({"conv_state": torch.tensor(0.0)}, ValueError, r"conv_state has shape \[\]"),
+        ({"cu_seqlens": torch.tensor([0, 4]).int()}, ValueError, r"cu_seqlens is \[0, 4\]"),
         ({"out": torch.zeros(3, 7)}, ValueError, "out has shape"),
     ],
 )

@@ -199,7 +199,13 @@ GOOD["conv_state"] = GOOD["conv_state"].transpose(1, 2)
         ({"state_slots": torch.tensor([1]).int()}, ValueError, "2 tokens for 1 requests"),
         ({"cu_seqlens": torch.tensor([0, 2]).int()}, ValueError, r"cu_seqlens has shape \[2\]"),
         ({"num_accepted": torch.tensor([1]).int()}, ValueError, "num_accepted has shape"),
+        ({"cu_seqlens": torch.tensor([0, 1, 3]).int()}, ValueError, r"cu_seqlens is \[0, 1, 3\]"),
         ({"records": KDARecords.empty(2, 3, 2, 32)}, ValueError, "pass cu_seqlens"),
+        (
+            {"records": 3, "cu_seqlens": torch.tensor([0, 1, 2]).int()},
+            TypeError,
+            "records must be KDARecords, got int",
+        ),
         (
             {"records": KDARecords.empty(2, 3, 2, 32), "cu_seqlens": torch.tensor([0, 1, 2]).int()},
             TypeError,

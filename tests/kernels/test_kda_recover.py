@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from kda_recover_cases import CASES, Case, check, make_inputs
@@ -99,7 +101,7 @@ def _numbers(*values: int) -> torch.Tensor:
         (
             {"records": KDARecords.empty(2, 4, 2, 32, layers=1)},
             ValueError,
-            "records.u must have 4 dimensions",
+            r"records.u must have 4 dimensions .* got \[1, 2, 4, 2, 32\]",
         ),
         ({"state": torch.zeros(5, 2, 32, 32).half()}, TypeError, "state is torch.float16"),
         ({"state_slots": _numbers(1)}, ValueError, "records.u has shape"),
@@ -119,6 +121,24 @@ def test_refusals_name_the_argument(
 ) -> None:
     with pytest.raises(error, match=message):
         kda_recover(**{**_good(), **changes})  # type: ignore[arg-type]
+
+
+def test_layers_of_windows_are_wanted_with_layers_of_states() -> None:
+    inputs = make_inputs(Case(layers=2), "cpu")
+    inputs["conv_state"] = inputs["conv_state"].transpose(-1, -2)[0]
+    records = KDARecords(*(inputs.pop(name) for name in ("u", "key", "gate")))
+    with pytest.raises(ValueError, match=r"conv_state must be a tensor \[layers, slots, C, L\]"):
+        kda_recover(**inputs, records=records)
+
+
+@pytest.mark.parametrize("limit", [1, 5])
+def test_more_layers_than_a_grid_holds(
+    limit: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """950 requests of 69 layers are more programs than CUDA takes along one axis."""
+    monkeypatch.setattr(sys.modules["k3_kernels.kda_recover"], "GRID_LIMIT", limit)
+    check(Case(layers=3, boundary=(1, 3), boundary_slots=(0, 2)), device)
+    check(Case(layers=5, final=(4, 1), window=False), device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is about the interpreter")

@@ -136,6 +136,7 @@ GOOD = {"logits": torch.zeros(3, 8), "bias": torch.zeros(8), "top_k": 2}
         ({"top_k": True}, TypeError, "top_k must be an int, got bool"),
         ({"expert_ids_out": torch.zeros(3, 2)}, ValueError, "expert_ids_out must be a contiguous"),
         ({"weights_out": torch.zeros(2, 3).T}, ValueError, "weights_out must be a contiguous"),
+        ({"weights_out": [0.0]}, TypeError, "weights_out must be a torch.Tensor, got list"),
     ],
 )
 def test_refusals_name_the_argument(
