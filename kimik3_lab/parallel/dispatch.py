@@ -10,7 +10,7 @@ own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from kimik3_lab.config import K3Config
 from kimik3_lab.parallel.experts import (
     Copies,
-    LocalExperts,
+    MoEParts,
     check_slots,
     in_order,
     reference_experts,
@@ -80,26 +80,17 @@ def masked(weights: Tensor, pair_ranks: Tensor, there: Tensor) -> Tensor:
 
 
 @dataclass
-class AllToAllMoE:
+class AllToAllMoE(MoEParts):
     """A MoE layer over ranks that each hold whole experts and route tokens of their own.
+
+    ``shared`` is whole: each rank runs it on its tokens.
 
     Attributes
     ----------
-    shared
-        Whole: each rank runs it on its tokens.
     copies
         Where the experts lie.
-
-    The other attributes are those of :class:`kimik3_lab.parallel.moe.SplitMoE`.
     """
 
-    ranks: Ranks
-    route: Callable[[Tensor], Routing]
-    down: Callable[[Tensor], Tensor]
-    experts: LocalExperts
-    norm: Callable[[Tensor], Tensor]
-    up: Callable[[Tensor], Tensor]
-    shared: Callable[[Tensor], Tensor]
     copies: Copies
 
     def __call__(self, hidden: Tensor) -> Tensor:

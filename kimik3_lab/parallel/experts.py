@@ -7,6 +7,7 @@ placement itself, which expert should lie where, is :mod:`kimik3_lab.performance
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from kimik3_lab.reference.moe import MLP, Expert, Routing, routed_sum
 __all__ = [
     "Copies",
     "LocalExperts",
+    "MoEParts",
     "check_slots",
     "columns",
     "in_order",
@@ -31,6 +33,33 @@ __all__ = [
 #: From latents ``[N, latent]`` and their routing, with global expert ids, to the weighted sum of
 #: those experts that are here. Pairs of other experts contribute nothing.
 LocalExperts = Callable[[Tensor, Routing], Tensor]
+
+
+@dataclass
+class MoEParts:
+    """What a MoE layer over ranks is made of, whether its tokens travel or not.
+
+    Attributes
+    ----------
+    ranks
+        Those that share the layer out.
+    route
+        From ``hidden [N, H]`` to a :class:`~kimik3_lab.reference.moe.Routing`.
+    down, norm, up
+        Into the latent space, the norm of the complete sum, and back. Whole on every rank.
+    experts
+        This rank's routed experts, or its slices of all.
+    shared
+        The shared experts: this rank's slice, or all of them.
+    """
+
+    ranks: Ranks
+    route: Callable[[Tensor], Routing]
+    down: Callable[[Tensor], Tensor]
+    experts: LocalExperts
+    norm: Callable[[Tensor], Tensor]
+    up: Callable[[Tensor], Tensor]
+    shared: Callable[[Tensor], Tensor]
 
 
 # -- weights ---------------------------------------------------------------------------------------

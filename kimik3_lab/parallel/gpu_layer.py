@@ -26,10 +26,13 @@ from kimik3_lab.parallel.moe import SplitMoE
 from kimik3_lab.reference.kda import gated_norm
 from kimik3_lab.reference.moe import Routing, situ
 
-__all__ = ["BLOCKS", "PARTS", "GpuLayer", "LayerShape"]
+__all__ = ["BLOCKS", "KDA_PARTS", "PARTS", "GpuLayer", "LayerShape"]
 
 #: Parts that :meth:`GpuLayer.part` runs alone, named as the cost model names them.
 PARTS = ("router", "latent", "experts", "shared", "kda", "mixtures")
+#: Parts of ``kda``: its matrix products, and the convolution of a prompt. What is left is the scan
+#: or the step, and the norm behind it.
+KDA_PARTS = ("kda_products", "kda_convolution")
 #: Blocks of the residual stream that the layer reads: K3 reads 5.4 sources in the mean, the running
 #: sum included.
 BLOCKS = 4
@@ -171,6 +174,7 @@ class GpuLayer:
         self.state = torch.zeros(square, device=device)
         self.window = self._rows(seqs, 3, 3 * width).transpose(1, 2)
         self.ends = torch.tensor([0, tokens], device=device, dtype=torch.int32)
+        self.projected: Tensor | None = None
 
     @property
     def is_prefill(self) -> bool:
@@ -213,7 +217,10 @@ class GpuLayer:
         return self.moe(x, ranks, routing)
 
     def part(self, name: str, routing: Routing) -> object:
-        """Run one part of the layer alone, on inputs of its own; :data:`PARTS` has the names."""
+        """Run one part of the layer alone, on inputs of its own.
+
+        :data:`PARTS` and :data:`KDA_PARTS` have the names; only a prompt has a convolution.
+        """
         x = self.hidden
         if name == "router":
             return self._route(x)
@@ -225,6 +232,13 @@ class GpuLayer:
             return self.shared(x)
         if name == "kda":
             return F.linear(self._kda(x), self.o)
+        if name == "kda_products":
+            projected, *_ = self._project(x)
+            return F.linear(projected[:, : self.width], self.o)
+        if name == "kda_convolution" and self.is_prefill:
+            if self.projected is None:
+                self.projected = F.linear(x, self.qkvg)
+            return self._convolve(self.projected[:, : 3 * self.width])
         if name == "mixtures":
             return self._mix(self.prefix, self.delta), self._mix(self.prefix, self.delta)
         raise ValueError(f"no part {name!r}; expected one of {', '.join(PARTS)}")
@@ -253,18 +267,15 @@ class GpuLayer:
 
     def _kda(self, x: Tensor) -> Tensor:
         heads, dim, width = self.shape.kda_heads, self.head_dim, self.width
-        projected = F.linear(x, self.qkvg)
+        projected, gate, beta = self._project(x)
         qkv, output_gate = projected[:, : 3 * width], projected[:, 3 * width :]
-        low = F.linear(x, self.decay_beta)
-        gate = F.linear(low[:, :dim], self.decay_up).view(-1, heads, dim)
-        beta = low[:, dim:]
         small = (self.taps, self.a_log, self.dt_bias)
         if not self.is_prefill:
             return kda_decode(
                 qkv, gate, beta.contiguous(), output_gate, *small, self.head_norm,
                 self.window, self.state, self.slots,
             ).flatten(-2)  # fmt: skip
-        mixed = kda_conv(qkv, self.taps, self.window, self.slots, cu_seqlens=self.ends)
+        mixed = self._convolve(qkv)
         q, k, v = (part.view(-1, heads, dim) for part in mixed.chunk(3, -1))
         out = kda_prefill(
             q, k, v, gate, beta.contiguous(), self.a_log, self.dt_bias, self.state, self.slots,
@@ -272,6 +283,16 @@ class GpuLayer:
         )  # fmt: skip
         gated = self.gated_norm(out, output_gate, self.head_norm, self.shape.config.rms_norm_eps)
         return gated.flatten(-2)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute q, k, v and output gate in one matrix, decay and beta."""
+        heads, dim = self.shape.kda_heads, self.head_dim
+        low = F.linear(x, self.decay_beta)
+        gate = F.linear(low[:, :dim], self.decay_up).view(-1, heads, dim)
+        return F.linear(x, self.qkvg), gate, low[:, dim:]
+
+    def _convolve(self, qkv: Tensor) -> Tensor:
+        return kda_conv(qkv, self.taps, self.window, self.slots, cu_seqlens=self.ends)
 
     def _generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)

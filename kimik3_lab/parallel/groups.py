@@ -119,6 +119,11 @@ class Ranks:
             This rank's part: ``counts[rank]`` long in ``dim``, else of one shape everywhere.
         counts
             Length of every rank's part; some may be 0.
+
+        Raises
+        ------
+        ValueError
+            If there is not one length for each rank, or ``x`` is not as long as its own.
         """
         self._check(x, counts, dim)
         if self.size == 1:
@@ -143,13 +148,19 @@ class Ranks:
 
         Parts of one length are one reduce-scatter. Others are an all-reduce, of which a rank keeps
         its part: that sends more, and only a model with fewer heads than ranks has them.
+
+        Raises
+        ------
+        ValueError
+            If there is not one part for each rank, or they are not the rows of ``x``.
         """
+        if len(counts) != self.size or sum(counts) != x.shape[dim]:
+            raise ValueError(
+                f"parts of {list(counts)} for {self.size} ranks do not add up to {x.shape[dim]} "
+                f"rows in dimension {dim}: give one length a rank"
+            )
         if self.size == 1:
             return x
-        if sum(counts) != x.shape[dim]:
-            raise ValueError(
-                f"parts of {list(counts)} do not add up to {x.shape[dim]} rows in dimension {dim}"
-            )
         if len(set(counts)) > 1 or not counts[0]:
             start = sum(counts[: self.rank])
             return self.all_reduce(x).narrow(dim, start, counts[self.rank])

@@ -26,7 +26,8 @@ import torch
 from kimik3_lab.parallel.groups import Ranks
 from kimik3_lab.parallel.launch import run_ranks
 from kimik3_lab.parallel.measure_cases import Plan, measure_collectives, measure_layers, say
-from kimik3_lab.performance.layer_cost import LayerCost, MeasuredCollectives
+from kimik3_lab.performance.layer_cost import LayerCost
+from kimik3_lab.performance.measured_collectives import MeasuredCollectives
 from kimik3_lab.provenance import provenance
 
 __all__ = ["main"]
@@ -56,6 +57,8 @@ def _measure(
     small = dataclasses.replace(plan.config, num_experts=4 * ranks.size, num_experts_per_token=2)
     body["check_relative_error"] = check_experts(small, ranks, 4, plan.device(), plan.dtype)
     say(ranks, f"sum over ranks against one rank: {body['check_relative_error']}")
+    if output and not ranks.rank:
+        _write(output, body)
     for row in measure_layers(ranks, plan, cost, compiled=compiled):
         body["layers"].append(row)
         if output and not ranks.rank:
@@ -137,9 +140,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="few sizes")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument(
+        "--first", metavar="KIND:T", help="layers to time before all others, as ep:4096"
+    )
+    parser.add_argument(
         "--warm", metavar="KIND:T", help="compile one case (tp:64, ep:1, check:0), time nothing"
     )
     options = parser.parse_args(arguments)
+    first = None
+    if options.first:
+        kind, _, tokens = options.first.partition(":")
+        if kind not in ("tp", "ep") or not tokens.isdigit():
+            parser.error(f"--first {options.first!r}: expected tp or ep, a colon, and tokens")
+        first = kind, int(tokens)
     compiled = not options.no_compile
     if options.warm:
         kind, _, tokens = options.warm.partition(":")
@@ -147,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     on_gpu = torch.cuda.device_count() >= options.ranks
     backend = "nccl" if on_gpu else "gloo"
-    plan = Plan.make(on_gpu=on_gpu, quick=options.quick, ranks=options.ranks)
+    plan = Plan.make(on_gpu=on_gpu, quick=options.quick, ranks=options.ranks, first=first)
     if not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"  # before the ranks import Triton
         found = torch.cuda.device_count()

@@ -15,6 +15,7 @@ import torch
 from kimik3_lab.config import K3Config
 from kimik3_lab.parallel.groups import Ranks
 from kimik3_lab.parallel.timing import eager_us, graph_us, graphs_us
+from kimik3_lab.performance.expert_tiles import TILED, TileCount, TileShape
 from kimik3_lab.performance.layer_cost import LayerCost
 
 __all__ = ["COLLECTIVES", "Plan", "layer_cases", "measure_collectives", "measure_layers", "say"]
@@ -34,10 +35,17 @@ class Plan:
     sizes: tuple[int, ...]
     tokens: tuple[int, ...]
     kinds: tuple[str, ...] = ("tp", "ep")
+    first: tuple[str, int] | None = None
 
     @classmethod
-    def make(cls, *, on_gpu: bool, quick: bool, ranks: int) -> Plan:
-        """Choose sizes: K3's own on GPUs, toy ones on the CPU; quick leaves most of them out."""
+    def make(
+        cls, *, on_gpu: bool, quick: bool, ranks: int, first: tuple[str, int] | None = None
+    ) -> Plan:
+        """Choose sizes: K3's own on GPUs, toy ones on the CPU; quick leaves most of them out.
+
+        ``first`` is a kind and a number of tokens whose layers are timed before all others, for a
+        run that may be cut short.
+        """
         if not on_gpu:
             micro = K3Config.micro()
             toy = dataclasses.replace(
@@ -46,7 +54,7 @@ class Plan:
                 moe_intermediate_size=32 * ranks,  # 32 columns of MXFP4 share a scale
                 linear_attn_config=dataclasses.replace(micro.linear_attn_config, num_heads=ranks),
             )
-            return cls(False, toy, (4096, 65536), (2,))
+            return cls(False, toy, (4096, 65536), (2,), first=first)
         step = 4 if quick else 2
         sizes = []
         size = 4096
@@ -54,7 +62,7 @@ class Plan:
             sizes.append(size)
             size *= step
         tokens = (1, 64) if quick else TOKENS
-        return cls(True, K3Config.released(), tuple(sizes), tokens)
+        return cls(True, K3Config.released(), tuple(sizes), tokens, first=first)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,15 +124,15 @@ def measure_collectives(ranks: Ranks, plan: Plan) -> list[dict[str, Any]]:
 
 
 def layer_cases(plan: Plan) -> Iterator[tuple[str, int, str]]:
-    """Kind of parallelism, tokens and load of each case; heavy steps last.
+    """Kind of parallelism, tokens and load of each case; heavy steps last, but for ``plan.first``.
 
     ``placed`` is the skewed load again, after the experts were moved to even ranks out: the n-th
     popular expert to rank n modulo ranks.
     """
-    for tokens in plan.tokens:
-        for kind in plan.kinds:
-            for load in ("uniform", "skewed", *(("placed",) if kind == "ep" else ())):
-                yield kind, tokens, load
+    pairs = [(kind, tokens) for tokens in plan.tokens for kind in plan.kinds]
+    for kind, tokens in sorted(pairs, key=lambda pair: pair != plan.first):
+        for load in ("uniform", "skewed", *(("placed",) if kind == "ep" else ())):
+            yield kind, tokens, load
 
 
 def measure_layers(
@@ -155,7 +163,7 @@ def measure_layers(
         generator = torch.Generator(device).manual_seed(tokens)
         drawn = "uniform" if load == "uniform" else "skewed"
         draws = [draw_routing(tokens, config, drawn, generator, order) for _ in range(DRAWS)]
-        facts = _facts(draws, shape, ranks)
+        facts = _facts(draws, shape, ranks, layer)
         # Inner loops keep the order on all ranks.
         for name in ("moe", "whole"):
             if name == "whole" and load == "placed":
@@ -197,10 +205,10 @@ def measure_layers(
 
 def _parts_us(ranks: Ranks, plan: Plan, layer: Any, draws: Any) -> dict[str, float]:
     """Time each part of the layer alone."""
-    from kimik3_lab.parallel.gpu_layer import PARTS
+    from kimik3_lab.parallel.gpu_layer import KDA_PARTS, PARTS
 
     times = {}
-    for name in PARTS:
+    for name in (*PARTS, *(KDA_PARTS if layer.is_prefill else KDA_PARTS[:1])):
 
         def call(index: int, name: str = name) -> Any:
             return layer.part(name, draws[index])
@@ -215,22 +223,45 @@ def _parts_us(ranks: Ranks, plan: Plan, layer: Any, draws: Any) -> dict[str, flo
 
 
 def _compare(cost: LayerCost, row: dict[str, Any], kind: str, size: int) -> dict[str, Any]:
-    """Predict a row from its counts, and say by how much that is off."""
-    predicted = cost.layer_us(
-        row["layer"], row["T"], ranks=size, whole_experts=kind == "ep",
-        distinct=row["distinct_experts_busiest_rank"], pairs=row["pairs_busiest_rank"],
-    )  # fmt: skip
+    """Predict a row from its counts, and say by how much that is off.
+
+    Twice: with experts priced by the experts read and pairs computed, as all rows were before any
+    layer had been timed, and by tiles.
+    """
+    case = {
+        "ranks": size, "whole_experts": kind == "ep",
+        "distinct": row["distinct_experts_busiest_rank"], "pairs": row["pairs_busiest_rank"],
+    }  # fmt: skip
+    predicted = cost.layer_us(row["layer"], row["T"], **case)
+    experts_us = TILED.us(
+        TileCount(*row["tiles_busiest_rank"]),
+        latent=cost.config.routed_expert_hidden_size,
+        width=cost.config.moe_intermediate_size // (1 if kind == "ep" else size),
+    )
+    tiles = cost.layer_us(row["layer"], row["T"], experts_us=experts_us, **case)
     return {
         "predicted_us": round(predicted.total, 2),
         "predicted_parts_us": {name: round(us, 2) for name, us in predicted.parts.items()},
         "error": round(predicted.total / row["us"] - 1, 4),
+        "predicted_tiles_us": round(tiles.total, 2),
+        "error_tiles": round(tiles.total / row["us"] - 1, 4),
     }
 
 
-def _facts(draws: list[Any], shape: Any, ranks: Ranks) -> dict[str, Any]:
-    """Means over the draws: experts and pairs of the busiest rank, and its load over the mean."""
+def _facts(draws: list[Any], shape: Any, ranks: Ranks, layer: Any = None) -> dict[str, Any]:
+    """Means over the draws: experts, pairs and tiles of the busiest rank, its load over the mean.
+
+    The tile is that of the constants which the kernel takes for ``layer``; without one, the rule's.
+    """
     size = ranks.size if shape.parallel == "ep" else 1
-    distinct, pairs, uneven = [], [], []
+    pairs_of_all = draws[0].expert_ids.numel()
+    tile = TileShape.by_rule(pairs_of_all, shape.experts)
+    if layer is not None:
+        from k3_kernels.moe_config import choose_config
+
+        chosen = choose_config(layer.experts, *draws[0].expert_ids.shape)
+        tile = TileShape(chosen.block_m, chosen.extra_m, chosen.fit)
+    distinct, pairs, uneven, tiles = [], [], [], []
     for draw in draws:
         counts = draw.expert_ids.flatten().long().bincount(minlength=shape.config.num_experts)
         by_rank = counts.view(size, -1)
@@ -238,10 +269,12 @@ def _facts(draws: list[Any], shape: Any, ranks: Ranks) -> dict[str, Any]:
         distinct.append(float((by_rank > 0).sum(1).max()))
         pairs.append(float(load.max()))
         uneven.append(float(load.max() / load.mean()))
+        tiles.append(tile.count(by_rank[int(load.argmax())].cpu().numpy()))
     return {
         "distinct_experts_busiest_rank": sum(distinct) / len(draws),
         "pairs_busiest_rank": sum(pairs) / len(draws),
         "imbalance": round(sum(uneven) / len(draws), 4),
+        "tiles_busiest_rank": [sum(values) / len(draws) for values in zip(*tiles, strict=True)],
     }
 
 

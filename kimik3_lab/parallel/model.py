@@ -167,6 +167,8 @@ class ParallelK3:
             raise ValueError(f"experts must be 'sliced', 'whole' or 'all_to_all', got {experts!r}")
         if slots and experts == "sliced":
             raise ValueError("slots say where whole experts lie: set experts='whole'")
+        if odd := sorted(set(slots or ()) - set(model.config.moe_layer_ids)):
+            raise ValueError(f"slots name layer {odd[0]}, which has no routed experts to place")
         self.ranks = ranks = ranks or Ranks()
         self.config = config = model.config
         self.context_parallel = context_parallel
@@ -200,7 +202,15 @@ class ParallelK3:
     def __call__(
         self, token_ids: Tensor, mixer: Mixer, *, logits_at: Tensor | None = None
     ) -> Tensor:
-        """Run one step; arguments and result are those of :meth:`K3ForCausalLM.forward`."""
+        """Run one step; arguments and result are those of :meth:`K3ForCausalLM.forward`.
+
+        Raises
+        ------
+        ValueError
+            If ``token_ids`` is not a flat int64 tensor with at least one token, or one of them is
+            not in the vocabulary: no rank has its row, and zeros would be taken for it.
+        """
+        self._check(token_ids)
         body = self._body
         stream = ResidualStream(self._embed(token_ids), body.norm.eps)
         for layer in self.layers:
@@ -232,6 +242,19 @@ class ParallelK3:
             if output[-1] in stops:
                 break
         return output
+
+    def _check(self, token_ids: Tensor) -> None:
+        if token_ids.ndim != 1 or token_ids.dtype != torch.int64 or not len(token_ids):
+            raise ValueError(
+                "token_ids must be a flat int64 tensor with at least one token, got "
+                f"{token_ids.dtype} {tuple(token_ids.shape)}: concatenate sequences, do not pad"
+            )
+        low, high = (int(end) for end in token_ids.aminmax())
+        if low < 0 or high >= self.config.vocab_size:
+            raise ValueError(
+                f"token ids must be from 0 to {self.config.vocab_size - 1}, got "
+                f"{low if low < 0 else high}"
+            )
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """Look up the rows that are here, zeros for the others; one rank has each."""

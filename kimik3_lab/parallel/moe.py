@@ -16,7 +16,7 @@ like a dense feed-forward; their parts are added up, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from kimik3_lab.config import K3Config
 from kimik3_lab.parallel.experts import (
     Copies,
     LocalExperts,
+    MoEParts,
     check_slots,
     in_order,
     reference_experts,
@@ -40,17 +41,13 @@ __all__ = ["SplitMoE", "expert_parallel", "tensor_parallel"]
 
 
 @dataclass
-class SplitMoE:
+class SplitMoE(MoEParts):
     """A MoE layer over ranks that all have all tokens.
+
+    The results of ``experts`` and of ``shared``, both this rank's parts, are added over ranks.
 
     Attributes
     ----------
-    route
-        From ``hidden [N, H]`` to a :class:`~kimik3_lab.reference.moe.Routing`.
-    down, norm, up
-        Into the latent space, the norm of the complete sum, and back. Whole on every rank.
-    experts, shared
-        This rank's parts, whose results are to be added over ranks.
     side
         A CUDA stream on which the shared experts run while the latent sum travels; None runs
         everything in one stream.
@@ -62,13 +59,6 @@ class SplitMoE:
     torch.Size([3, 64])
     """
 
-    ranks: Ranks
-    route: Callable[[Tensor], Routing]
-    down: Callable[[Tensor], Tensor]
-    experts: LocalExperts
-    norm: Callable[[Tensor], Tensor]
-    up: Callable[[Tensor], Tensor]
-    shared: Callable[[Tensor], Tensor]
     side: torch.cuda.Stream | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -116,7 +116,9 @@ class Collectives:
     def gather(self, size: float) -> float:
         """Seconds until every rank has ``size`` bytes, of which each had an equal share.
 
-        Half of an all-reduce, which is a reduction and a gather. Scattering costs the same.
+        Half of an all-reduce, which is a reduction and a gather. Scattering costs the same. That is
+        right in bytes. Between two H200s small ones took 0.8 to 1.0 of an all-reduce and large ones
+        0.62 to 0.68; lesson 13 shows what it would change.
         """
         return 0.5 * self.all_reduce(size)
 
@@ -128,10 +130,11 @@ def scaled_bandwidth(
 
     Each of n ranks sends ``2 (n - 1) / n`` times the message, whatever the order: a share of the
     link's published rate that one number of ranks reaches is taken for another. That leaves out
-    switches that add up on the way, which would be quicker, and more ranks to wait for. Two H200s
-    (``data/results/h200x2/collectives.json``, NCCL in a graph, 64 to 256 MiB) give 0.3e12, so 8
-    B300 should reach about 0.34e12; the constant ``bulk_all_reduce``, set on a published first
-    token, is 0.365e12 with a range from 0.19e12 to 0.48e12.
+    switches that add up on the way, which would be quicker, and more ranks to wait for;
+    :mod:`kimik3_lab.performance.collective_scaling` makes an interval of it. Two H200s
+    (``data/results/h200x2/collectives.json``, NCCL in a graph, a line through 64 to 256 MiB) give
+    0.311e12, so 8 B300 should reach about 0.356e12. The constant ``bulk_all_reduce``, set on a
+    published first token before that was measured, is 0.365e12 and stays.
 
     Parameters
     ----------
@@ -142,8 +145,8 @@ def scaled_bandwidth(
 
     Examples
     --------
-    >>> round(scaled_bandwidth(300e9, (2, 450e9), (8, 900e9)) / 1e9)
-    343
+    >>> round(scaled_bandwidth(311e9, (2, 450e9), (8, 900e9)) / 1e9)
+    355
     """
     (ranks, link), (more, other) = measured, wanted
     sent, to_send = 2 * (ranks - 1) / ranks, 2 * (more - 1) / more

@@ -8,118 +8,18 @@ and exchanges timed alone on two, add up to a layer on two.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from kimik3_lab.config import K3Config
 from kimik3_lab.performance.constants import constants_with
 from kimik3_lab.performance.hardware import accelerator
+from kimik3_lab.performance.measured_collectives import MeasuredCollectives
 
-__all__ = ["KERNELS", "KernelLine", "LayerCost", "LayerTime", "Line", "MeasuredCollectives"]
+__all__ = ["KERNELS", "KernelLine", "LayerCost", "LayerTime"]
 
 #: Bytes of a weight: bfloat16, and MXFP4 with its share of a scale.
 _BF16, _MXFP4 = 2, 17 / 32
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A collective's time as ``latency + bytes / bandwidth``.
-
-    Attributes
-    ----------
-    latency_s, bandwidth
-        Seconds, and bytes of the message a second.
-    worst_error
-        Largest relative distance of a measured size from the line.
-    least_bytes, most_bytes
-        Sizes that it was laid through.
-    """
-
-    latency_s: float
-    bandwidth: float
-    worst_error: float
-    least_bytes: int
-    most_bytes: int
-
-    def seconds(self, size: float) -> float:
-        """Time of a message of ``size`` bytes."""
-        return self.latency_s + size / self.bandwidth
-
-
-class MeasuredCollectives:
-    """Collectives among GPUs that were timed at many sizes.
-
-    Parameters
-    ----------
-    times
-        Name to sizes in bytes, ascending, and seconds.
-    ranks
-        GPUs that took part.
-
-    Examples
-    --------
-    >>> table = MeasuredCollectives({"all_reduce": ([1024, 4096], [1e-5, 2e-5])}, ranks=2)
-    >>> [round(1e6 * table.seconds("all_reduce", size)) for size in (512, 4096)]
-    [10, 20]
-    """
-
-    def __init__(
-        self, times: Mapping[str, tuple[Sequence[int], Sequence[float]]], ranks: int
-    ) -> None:
-        self.ranks = ranks
-        self._times = {
-            name: (np.asarray(sizes, float), np.asarray(seconds, float))
-            for name, (sizes, seconds) in times.items()
-        }
-
-    @classmethod
-    def from_rows(
-        cls, rows: Sequence[Mapping[str, Any]], ranks: int, *, mode: str = "graph"
-    ) -> MeasuredCollectives:
-        """Read the rows ``collectives`` of ``data/results/h200x2/collectives.json``.
-
-        Raises
-        ------
-        ValueError
-            If there is no row of that mode.
-        """
-        times: dict[str, tuple[list[int], list[float]]] = {}
-        for row in sorted(rows, key=lambda row: row["bytes"]):
-            if row["mode"] == mode:
-                sizes, seconds = times.setdefault(row["collective"], ([], []))
-                sizes.append(row["bytes"])
-                seconds.append(row["us"] / 1e6)
-        if not times:
-            raise ValueError(f"no collective was timed in mode {mode!r}")
-        return cls(times, ranks)
-
-    def seconds(self, name: str, size: float) -> float:
-        """Time of a message of ``size`` bytes, between the sizes that were timed.
-
-        Below the smallest it is that one's time; beyond the largest its bandwidth.
-        """
-        if size <= 0 or self.ranks == 1:
-            return 0.0
-        sizes, seconds = self._times[name]
-        if size > sizes[-1]:
-            return float(seconds[-1] * size / sizes[-1])
-        return float(np.exp(np.interp(math.log(size), np.log(sizes), np.log(seconds))))
-
-    def line(self, name: str, least_bytes: int = 0, most_bytes: int = 1 << 62) -> Line:
-        """Lay a line through the sizes of a range, every size counting alike (relative errors)."""
-        sizes, seconds = self._times[name]
-        chosen = (sizes >= least_bytes) & (sizes <= most_bytes)
-        x, y = sizes[chosen], seconds[chosen]
-        if len(x) < 2:
-            raise ValueError(f"{name}: a line needs two sizes in the range, got {len(x)}")
-        matrix = np.stack([1 / y, x / y], 1)
-        (latency, slope), *_ = np.linalg.lstsq(matrix, np.ones(len(x)), rcond=None)
-        worst = float(np.abs(matrix @ (latency, slope) - 1).max())
-        return Line(float(latency), float(1 / slope), worst, int(x[0]), int(x[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +143,7 @@ class LayerCost:
         whole_experts: bool,
         distinct: float,
         pairs: float,
+        experts_us: float | None = None,
     ) -> LayerTime:
         """Predict one layer.
 
@@ -258,6 +159,10 @@ class LayerCost:
             Expert parallel instead of slices of every expert.
         distinct, pairs
             Experts that the busiest rank reads, and pairs that it computes.
+        experts_us
+            Time of the routed experts if it is known otherwise, as from
+            :mod:`~kimik3_lab.performance.expert_tiles`; None prices them by ``distinct`` and
+            ``pairs``.
         """
         if layer not in ("moe", "whole"):
             raise ValueError(f"layer must be 'moe' or 'whole', got {layer!r}")
@@ -267,13 +172,15 @@ class LayerCost:
         shared = config.shared_intermediate_size / ranks
         row, small_row = _BF16 * hidden * tokens, _BF16 * latent * tokens
         reduce = self._all_reduce
+        if experts_us is None:
+            experts_us = KERNELS["experts"].us(
+                distinct * 3 * latent * width * _MXFP4, pairs * 6 * latent * width
+            )
         parts = {
             "router": self._product(config.num_experts, hidden, tokens)
             + KERNELS["router"].us(4.0 * config.num_experts * tokens),
             "latent": 2 * self._product(latent, hidden, tokens),
-            "experts": KERNELS["experts"].us(
-                distinct * 3 * latent * width * _MXFP4, pairs * 6 * latent * width
-            ),
+            "experts": experts_us,
             "shared": self._product(2 * shared, hidden, tokens)
             + self._small(3 * _BF16 * shared * tokens)
             + self._product(hidden, shared, tokens),

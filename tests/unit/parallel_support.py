@@ -23,6 +23,7 @@ from kimik3_lab.parallel.model import ParallelK3
 from kimik3_lab.reference import checkpoint
 from kimik3_lab.reference.initialization import random_model
 from kimik3_lab.reference.model import K3ForCausalLM
+from kimik3_lab.reference.moe import Routing, routed_sum
 from kimik3_lab.reference.state import SequenceMixer
 
 #: Three KDA heads, two MLA heads and six experts: with 2, 3 and 4 ranks some are uneven and some
@@ -32,6 +33,8 @@ CONFIG = dataclasses.replace(
     num_experts=6,
     linear_attn_config=dataclasses.replace(K3Config.micro().linear_attn_config, num_heads=3),
 )
+#: Fewer experts than ranks.
+FEW = dataclasses.replace(CONFIG, num_experts=2)
 #: Steps of one sequence: a single token first, so that all ranks but one have no MLA row.
 STEPS = ([5], [9, 0, 33, 7, 61], [12])
 LAYOUTS = ("sliced", "whole", "all_to_all")
@@ -151,6 +154,46 @@ def _(world: World) -> float:
     return max(errors)
 
 
+def same_experts(hidden: Tensor) -> Routing:
+    """Every token takes the first experts, and all weight is on the first of them."""
+    top_k = CONFIG.num_experts_per_token
+    one = torch.eye(top_k)[:1].expand(len(hidden), -1)
+    return Routing(torch.arange(top_k).expand(len(hidden), -1), one)
+
+
+@check("all pairs on one rank, no tokens, more ranks than experts")
+@torch.inference_mode()
+def _(world: World) -> float:
+    ranks, errors = world.ranks, [0.0]
+    few = random_model(FEW, seed=5)
+    for config, layer in (
+        (CONFIG, world.model.model.layers[1].block_sparse_moe),
+        (FEW, few.model.layers[1].block_sparse_moe),
+    ):
+        everything = list(range(config.num_experts))
+        last = [*([[]] * (ranks.size - 1)), everything]
+        for slots in (None, last, [everything] * ranks.size):
+            for build in (moe.expert_parallel, dispatch.all_to_all):
+                part = build(layer, config, ranks, slots)
+                for tokens in (0, 1, 4):
+                    hidden = torch.randn(
+                        config.hidden_size, tokens, generator=torch.Generator().manual_seed(tokens)
+                    ).T  # with gaps between its elements
+                    part.route = layer.gate
+                    pairs = [(part(hidden), layer(hidden))]
+                    part.route = same_experts
+                    z = layer.routed_expert_down_proj(hidden)
+                    chosen = same_experts(hidden)
+                    summed = routed_sum(z, chosen, list(layer.experts)).to(z.dtype)
+                    routed = layer.routed_expert_up_proj(layer.routed_expert_norm(summed))
+                    pairs.append((part(hidden), routed + layer.shared_experts(hidden)))
+                    if not all(found.shape == expected.shape for found, expected in pairs):
+                        errors.append(float("inf"))
+                    elif tokens:
+                        errors.append(worst(*map(list, zip(*pairs, strict=True))))
+    return max(errors)
+
+
 @check("what a rank holds")
 def _(world: World) -> float:
     """Bytes of split matrices add up to the whole; a rank keeps states of its heads only."""
@@ -167,7 +210,10 @@ def _(world: World) -> float:
 
 def checks_of(size: int) -> list[str]:
     """All of them with three ranks; with others each layout at least once."""
-    left_out = {"sliced", "whole, rows split", "all_to_all", "whole, copies"}
+    left_out = {
+        "sliced", "whole, rows split", "all_to_all", "whole, copies",
+        "all pairs on one rank, no tokens, more ranks than experts",
+    }  # fmt: skip
     return [name for name in CHECKS if size == MUTANT_SIZE or name not in left_out]
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="running kernels needs Triton")
 
 from kimik3_lab.config import K3Config
 from kimik3_lab.parallel.gpu_experts import check_experts, draw_routing
-from kimik3_lab.parallel.gpu_layer import PARTS, GpuLayer, LayerShape
+from kimik3_lab.parallel.gpu_layer import KDA_PARTS, PARTS, GpuLayer, LayerShape
 from kimik3_lab.parallel.groups import Ranks
 
 pytestmark = pytest.mark.skipif(
@@ -60,3 +60,27 @@ def test_one_rank_has_nothing_to_exchange_and_two_have_three_sums() -> None:
     # Attention, the latent sum, and the shared experts.
     widths = [part.shape[-1] for part in two.parts]
     assert widths == [TOY.hidden_size, TOY.routed_expert_hidden_size, TOY.hidden_size]
+
+
+class Prompt(GpuLayer):
+    """Few tokens that are a prompt all the same."""
+
+    prefill_from = 1
+
+
+def test_the_parts_of_kda_are_parts_of_it() -> None:
+    shape = LayerShape.of(TOY, "tp", Ranks(0, 2))
+    routing = draw_routing(2, TOY, "uniform", torch.Generator().manual_seed(0))
+    layer = Prompt(shape, 2, device=CPU, dtype=torch.float32)
+    products, mixed = (layer.part(name, routing) for name in KDA_PARTS)
+    assert isinstance(products, Tensor)
+    assert isinstance(mixed, Tensor)
+    assert products.shape == (2, TOY.hidden_size)
+    assert mixed.shape == (2, 3 * layer.width)
+    torch.testing.assert_close(
+        mixed, layer._convolve(layer._project(layer.hidden)[0][:, : 3 * layer.width])
+    )
+    step = GpuLayer(shape, 2, device=CPU, dtype=torch.float32, weights=layer)
+    torch.testing.assert_close(step.part("kda_products", routing), products)
+    with pytest.raises(ValueError, match="no part 'kda_convolution'"):
+        step.part("kda_convolution", routing)  # a step that decodes has none of its own

@@ -95,6 +95,25 @@ def test_one_rank_is_the_reference():
             assert parallel.generate([3, 9, 1], 6, stop_token_ids=()) == expected
 
 
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (torch.tensor([], dtype=torch.int64), r"at least one token, got torch.int64 \(0,\)"),
+        (torch.tensor([3, -1]), "from 0 to 63, got -1"),
+        (torch.tensor([3, 64]), "from 0 to 63, got 64"),
+        (torch.tensor([[3]]), r"got torch.int64 \(1, 1\)"),
+        (torch.tensor([3], dtype=torch.int32), "got torch.int32"),
+    ],
+)
+def test_a_step_that_the_reference_refuses(step, message):
+    """No rank has the row of a token that does not exist: the sum would silently be zeros."""
+    model = random_model(K3Config.micro(), seed=4)
+    for rank in range(2):
+        parallel = ParallelK3(model, Ranks(rank, 2))
+        with pytest.raises(ValueError, match=message):
+            parallel(step, parallel.new_mixer())
+
+
 def test_a_rank_has_its_own_memory():
     model = random_model(K3Config.micro(), seed=4)
     parallel = ParallelK3(model, Ranks(0, 2))
@@ -112,6 +131,8 @@ def test_a_rank_has_its_own_memory():
         (lambda: run_ranks(print, 64, backend="nccl"), "need a GPU each, found"),
         (lambda: Ranks().all_gather(torch.ones(2), [3]), "brought 2 rows"),
         (lambda: Ranks(0, 2).reduce_scatter(torch.ones(3), [1, 1]), "do not add up to 3"),
+        (lambda: Ranks(0, 3).reduce_scatter(torch.ones(4), [2, 2]), "for 3 ranks do not add up"),
+        (lambda: Ranks().reduce_scatter(torch.ones(3), [2]), "do not add up to 3"),
         (lambda: Ranks(0, 2).all_to_all(torch.ones(3), [1, 1], [1, 1]), "3 rows for 2 ranks"),
         (lambda: check_slots([[0]], 1, 2), "2 ranks need a list of experts each, got 1"),
         (lambda: check_slots([[0, 0]], 1, 1), "rank 0 holds an expert twice"),
@@ -120,6 +141,12 @@ def test_a_rank_has_its_own_memory():
         (
             lambda: ParallelK3(random_model(K3Config.micro()), slots={1: [[0, 1, 2, 3]]}),
             "set experts='whole'",
+        ),
+        (
+            lambda: ParallelK3(
+                random_model(K3Config.micro()), experts="whole", slots={0: [[0, 1, 2, 3]]}
+            ),
+            "slots name layer 0, which has no routed experts",
         ),
     ],
 )
@@ -137,6 +164,16 @@ def test_a_layer_that_ranks_do_not_divide_is_not_measured():
     assert (shape.experts, shape.expert_width, shape.kda_heads) == (896, 1536, 48)
     bytes_ = 3 * 3584 * shape.expert_width * shape.experts * 17 // 32
     assert round(bytes_ / 1e9, 1) == 7.9
+
+
+def test_a_run_that_may_be_cut_short_begins_where_it_is_told():
+    from kimik3_lab.parallel.measure_cases import Plan, layer_cases
+
+    usual = list(layer_cases(Plan.make(on_gpu=True, quick=False, ranks=2)))
+    assert usual[0] == ("tp", 1, "uniform")
+    moved = list(layer_cases(Plan.make(on_gpu=True, quick=False, ranks=2, first=("ep", 4096))))
+    assert moved[:3] == [("ep", 4096, load) for load in ("uniform", "skewed", "placed")]
+    assert moved[3:] == [case for case in usual if case[:2] != ("ep", 4096)]
 
 
 def test_what_a_measured_row_says_of_its_draws():
@@ -160,6 +197,10 @@ def test_what_a_measured_row_says_of_its_draws():
         facts[name] = _facts(draws, LayerShape.of(config, "ep", ranks), ranks)
     assert facts["skewed"]["imbalance"] > 1.4 > 1.1 > facts["placed"]["imbalance"]
     assert facts["uniform"]["imbalance"] < 1.1
+    experts, pairs, tiles, rows = facts["skewed"]["tiles_busiest_rank"]
+    assert pairs == facts["skewed"]["pairs_busiest_rank"]
+    assert tiles > experts > 200
+    assert rows == 8 * tiles
     whole = _facts(draws, LayerShape.of(config, "tp", ranks), ranks)
     assert whole["pairs_busiest_rank"] == 64 * 16
     assert whole["imbalance"] == 1.0
