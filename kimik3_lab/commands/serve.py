@@ -117,6 +117,15 @@ def serve(
             show_default=f"{_PRESETS}lookahead_cap",
         ),
     ] = None,
+    async_scheduling: Annotated[
+        bool | None,
+        typer.Option(
+            "--async-scheduling/--no-async-scheduling",
+            help="Plan a step and hand it to the device before the last one has answered.",
+            rich_help_panel=_SCHEDULER,
+            show_default=f"{_PRESETS}off",
+        ),
+    ] = None,
     max_model_len: Annotated[
         int | None,
         _option(

@@ -210,6 +210,10 @@ class BlockPool:
         """Forget all hashes. Refused with False while a request holds blocks."""
         if len(self._free) != self.num_blocks - 1:
             return False
+        self.forget_all_hashes()
+        return True
+
+    def forget_all_hashes(self) -> None:
+        """Let nothing be found any more, whoever holds it: what was computed is in doubt."""
         for block in self.blocks:
             self.remove_hashes(block)
-        return True

@@ -1,8 +1,8 @@
 """The engine: schedule, execute, book, again and again.
 
 Needs the standard library only (and tqdm for the progress bar of :meth:`Engine.generate`). Lessons
-08 and 10 run it. The loop is that of vLLM's ``EngineCore.step`` in ``vllm/v1/engine/core.py``; the
-method names of the outside are those of ``LLMEngine``.
+08 and 10 run it. The loop is in :mod:`~kimik3_lab.serving.engine_steps`; the method names of the
+outside are those of vLLM's ``LLMEngine``.
 
 An engine belongs to one thread. A server gives it a thread of its own and passes messages.
 """
@@ -10,11 +10,12 @@ An engine belongs to one thread. A server gives it a thread of its own and passe
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
+from kimik3_lab.serving.async_scheduler import AsyncScheduler
+from kimik3_lab.serving.engine_steps import EngineSteps
 from kimik3_lab.serving.outputs import (
     EngineCoreOutput,
     ModelRunnerOutput,
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "EngineStats", "Executor", "GenerationResult"]
 
-_logger = logging.getLogger(__name__)
-
 
 class Executor(Protocol):
     """What computes a step: a model on a CPU or GPU, or a model of a machine.
@@ -40,7 +39,10 @@ class Executor(Protocol):
     with a larger token id is refused), ``eos_token_id`` (the default of :meth:`Engine.generate`),
     ``max_num_seqs``, ``max_model_len`` and ``cache_config`` (must suit the scheduler's);
     ``check_configs(scheduler_config, cache_config)``, which raises ValueError for what it cannot
-    compute; and ``take_draft_token_ids()``, drafts for the next step by request id.
+    compute; ``take_draft_token_ids()``, drafts for the next step by request id; and
+    ``execute_model_async(scheduler_output)``, which returns an
+    :class:`~kimik3_lab.serving.outputs.AsyncModelRunnerOutput` without waiting for the step: then a
+    scheduler with ``async_scheduling`` may have two steps in flight.
     """
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -72,6 +74,8 @@ class EngineStats:
 
     ``num_steps`` counts calls of the executor, ``num_failed_steps`` those that raised;
     ``num_scheduled_tokens`` and ``num_generated_tokens`` count tokens of the others.
+    ``num_wasted_tokens`` of the scheduled ones were computed for requests that had ended before
+    the step answered: in the step before it, or by an abort (asynchronous scheduling).
     """
 
     num_steps: int
@@ -79,6 +83,7 @@ class EngineStats:
     num_scheduled_tokens: int
     num_generated_tokens: int
     scheduler: SchedulerStats
+    num_wasted_tokens: int = 0
 
     @property
     def num_forwards(self) -> int:
@@ -118,14 +123,20 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler = scheduler
-        self.executor = executor
         self._vocab_size: int | None = getattr(executor, "vocab_size", None)
+        self._steps = EngineSteps(scheduler, executor)
         self._check_executor()
         self._request_numbers = itertools.count()
-        self._num_steps = 0
-        self._num_failed_steps = 0
-        self._num_scheduled_tokens = 0
-        self._num_generated_tokens = 0
+
+    @property
+    def executor(self) -> Executor:
+        """What computes the steps; another one may take over between two steps, unchecked."""
+        executor: Executor = self._steps.executor
+        return executor
+
+    @executor.setter
+    def executor(self, executor: Executor) -> None:
+        self._steps.executor = executor
 
     def _check_executor(self) -> None:
         """Refuse an executor that could not follow the scheduler."""
@@ -142,6 +153,11 @@ class Engine:
             raise ValueError(
                 f"the scheduler hands out blocks of {cache}, the executor was made for "
                 f"{getattr(self.executor, 'cache_config', None)}; give both the same CacheConfig"
+            )
+        if self._steps.runs_ahead and not isinstance(self.scheduler, AsyncScheduler):
+            raise ValueError(
+                "async_scheduling=True, but this scheduler counts no placeholders for tokens in "
+                "flight: make it with make_scheduler(scheduler_config, cache_config)"
             )
         check = getattr(self.executor, "check_configs", None)
         if check is not None:
@@ -175,56 +191,18 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has anything to do."""
-        return self.scheduler.has_requests()
+        return self.scheduler.has_requests() or self._steps.num_in_flight > 0
 
     # -- steps -------------------------------------------------------------------------------
 
     def step(self) -> list[EngineCoreOutput]:
         """Run one step. Returns news of each request with a new token or an end.
 
-        An exception of the executor is logged and ends the requests of this step with
+        With ``async_scheduling`` the news are those of the step before, so the first call brings
+        none. An exception of the executor is logged and ends the requests of this step with
         ``finish_reason="error"``; the engine stays usable.
         """
-        if not self.scheduler.has_requests():
-            return []
-        output = self.scheduler.schedule()
-        self._num_steps += 1
-        try:
-            result = self.executor.execute_model(output)
-            self._check_result(output, result)
-        except Exception:
-            _logger.exception(
-                "a step of %d requests and %d tokens failed; its requests end with an error",
-                len(output.num_scheduled_tokens),
-                output.total_num_scheduled_tokens,
-            )
-            self._num_failed_steps += 1
-            return self.scheduler.fail_step(output)
-        except BaseException:  # an interrupt: end the requests too, then let it through
-            self._num_failed_steps += 1
-            self.scheduler.fail_step(output)
-            raise
-        news = self.scheduler.update_from_output(output, result)
-        take_drafts = getattr(self.executor, "take_draft_token_ids", None)
-        if take_drafts is not None:
-            self.scheduler.update_draft_token_ids(take_drafts())
-        self._num_scheduled_tokens += output.total_num_scheduled_tokens
-        self._num_generated_tokens += sum(len(item.new_token_ids) for item in news)
-        return news
-
-    def _check_result(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Refuse a result that would leave a request without progress or with too many tokens."""
-        sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
-        for request_id in output.num_scheduled_tokens:
-            request = self.scheduler.requests.get(request_id)
-            if request is None:
-                continue  # aborted by the executor's caller while the step ran
-            has_caught_up = request.num_computed_tokens >= request.num_tokens
-            if bool(sampled.get(request_id)) != has_caught_up:
-                raise RuntimeError(
-                    f"the executor returned {sampled.get(request_id)} for {request!r}, expected "
-                    f"{'a new token' if has_caught_up else 'an empty list inside the prompt'}"
-                )
+        return self._steps.step()
 
     def generate(
         self,
@@ -280,6 +258,8 @@ class Engine:
                         if news.finish_reason is not None:
                             reasons[news.request_id] = news.finish_reason
                             bar.update()
+            if not self.scheduler.has_requests():
+                self._steps.drain()  # of those that had ended before it was known
         finally:
             for request_id in tokens.keys() - reasons.keys():
                 self.abort(request_id)
@@ -294,10 +274,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters of this engine and the state of its scheduler."""
         return EngineStats(
-            num_steps=self._num_steps,
-            num_failed_steps=self._num_failed_steps,
-            num_scheduled_tokens=self._num_scheduled_tokens,
-            num_generated_tokens=self._num_generated_tokens,
+            num_steps=self._steps.num_steps,
+            num_failed_steps=self._steps.num_failed_steps,
+            num_scheduled_tokens=self._steps.num_scheduled_tokens,
+            num_generated_tokens=self._steps.num_generated_tokens,
+            num_wasted_tokens=self._steps.num_wasted_tokens,
             scheduler=self.scheduler.make_stats(),
         )
 

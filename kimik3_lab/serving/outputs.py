@@ -11,11 +11,13 @@ of the request when it is over.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kimik3_lab.serving.request import Request, RequestStatus, SamplingParams
 from kimik3_lab.serving.spec_decode import SpecDecodingStats
 
 __all__ = [
+    "AsyncModelRunnerOutput",
     "CachedRequestData",
     "EngineCoreOutput",
     "ModelRunnerOutput",
@@ -147,6 +149,14 @@ class ModelRunnerOutput:
     req_ids: list[str]
     sampled_token_ids: list[list[int]]
     logprobs: list[list[TokenLogprobs]] | None = None
+
+
+class AsyncModelRunnerOutput(Protocol):
+    """A step that was handed to the device (``vllm.v1.outputs.AsyncModelRunnerOutput``)."""
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the step and return its output; what went wrong in it is raised here."""
+        ...
 
 
 @dataclass(slots=True)

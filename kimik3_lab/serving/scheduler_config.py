@@ -82,7 +82,8 @@ class SchedulerConfig:
         Without data parallelism it has an effect in vLLM 0.33 only.
     async_scheduling : bool
         Plan a step before the last one has answered, with placeholders for its tokens
-        (:class:`~kimik3_lab.serving.async_scheduler.AsyncScheduler`).
+        (:class:`~kimik3_lab.serving.async_scheduler.AsyncScheduler`). vLLM 0.32 does unless it is
+        told not to, also with DSpark (``vllm/config/vllm.py``).
     pad_spec_decode : {"any", "beside_decodes"}
         A request that waits with one token left is given K placeholder drafts, so that all rows of
         the step are alike (#45237). ``"beside_decodes"`` is vLLM 0.27.1: only if others decode.

@@ -12,7 +12,13 @@ from typing import Any
 
 from kimik3_lab.reference.drafter import DSparkDrafter
 from kimik3_lab.reference.model import K3ForCausalLM
-from kimik3_lab.serving import CacheConfig, Engine, SamplingParams, Scheduler, SchedulerConfig
+from kimik3_lab.serving import (
+    CacheConfig,
+    Engine,
+    SamplingParams,
+    SchedulerConfig,
+    make_scheduler,
+)
 from kimik3_lab.serving.executors.execution import ExecutionConfig
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 
@@ -99,7 +105,7 @@ def serve(
         num_speculative_tokens=speculation.get("num_speculative_tokens"),
         execution=ExecutionConfig(**execution),
     )
-    engine = Engine(Scheduler(scheduler_config, cache_config), executor)
+    engine = Engine(make_scheduler(scheduler_config, cache_config), executor)
     params = SamplingParams(max_tokens, ignore_eos=True)
     said = [
         tuple(result.token_ids)

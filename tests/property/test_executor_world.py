@@ -4,36 +4,26 @@ Each run draws a configuration as the proof of the scheduler does (any combinati
 version of vLLM, or a rung of the ladder), how mixed batches are computed, and clients that come,
 share prompts, leave and meet failing steps. In float64 every token must be the one that the model
 says alone: through chunks of any size, hits on pages and states, preemption at any point, states
-kept by splitting chunks or exported from inside them, and drafts that are right for a while, with
-their states in slots or led back to by records.
+kept by splitting chunks or exported from inside them, drafts that are right for a while, with their
+states in slots or led back to by records, and steps that begin before the last one has answered.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
 from random import Random
 
 import pytest
-import torch
 from executor_world import ExecutorWorld, micro_model
 from world_configs import draw_configs
 
 from kimik3_lab.reference.model import K3ForCausalLM
 from kimik3_lab.serving import CacheConfig, SchedulerConfig
-from kimik3_lab.serving.async_scheduler import make_scheduler
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Worlds of the slow test.
 WORLDS = 50
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +37,6 @@ def draw_executable(rng: Random) -> tuple[SchedulerConfig, CacheConfig]:
         config, cache = draw_configs(rng)
         if cache.enable_prefix_caching and not cache.num_kda_groups:
             continue
-        try:
-            config = replace(config, async_scheduling=False)
-            make_scheduler(config, cache)
-        except ValueError:
-            continue
         return config, cache
 
 
@@ -63,6 +48,19 @@ def run(model: K3ForCausalLM, rng: Random, rounds: int = 15) -> ExecutorWorld:
 def test_no_token_changes(model: K3ForCausalLM, seed: int) -> None:
     # A wrong token raises on the way; a world in which nothing happened would prove nothing.
     assert sum(run(model, Random(seed), rounds=5).counts.values()) > 0
+
+
+def test_steps_in_flight_change_no_token(model: K3ForCausalLM) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(102, 106):
+        rng = Random(seed)
+        while True:
+            config, cache = draw_executable(rng)
+            if config.async_scheduling and config.num_speculative_tokens:
+                break
+        counts += ExecutorWorld(model, (config, cache), rng).run(rounds=5).counts
+    assert counts["wasted"] > 0
+    assert counts["host_waits"] < counts["forwards"] / 2
 
 
 @pytest.mark.slow
@@ -78,6 +76,6 @@ def test_no_token_changes_in_many_worlds(model: K3ForCausalLM) -> None:
     least = {
         "hits": 50, "preemptions": 2, "aborts": 8, "failed": 6,
         "checkpoint_exports": 8, "recovery_commits": 80, "block_copies": 30,
-        "kda_state_bytes_copied": 200_000, "gather_bytes": 200_000,
+        "kda_state_bytes_copied": 200_000, "gather_bytes": 200_000, "wasted": 50,
     }  # fmt: skip
     assert {name: counts[name] for name in least if counts[name] < least[name]} == {}

@@ -85,6 +85,13 @@ class Outcome:
     hits: int
     preemptions: int
     steps: int
+    host_waits: int
+    wasted_tokens: int
+
+    def count(self, name: str) -> int:
+        """One of the counters, or of the fields above."""
+        owner = self.counters if hasattr(self.counters, name) else self
+        return int(getattr(owner, name))
 
 
 @cache
@@ -153,4 +160,6 @@ def play(scenario: Scenario, *, seed: int = 0, budget: int = 40, seats: int = 4)
         stats.scheduler.prefix_cache_hits,
         stats.scheduler.num_preemptions,
         stats.num_steps,
+        executor.num_host_waits,
+        stats.num_wasted_tokens,
     )

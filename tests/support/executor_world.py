@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from random import Random
 from typing import Any
 
@@ -76,6 +76,20 @@ class GuessingDrafter:
         self.num_forwards += bool(requests)
         return {request.req_id: Draft(self._guess(request)) for request in requests}
 
+    def propose_async(
+        self, requests: Sequence[DraftRequest], anchors: Tensor, num_context: Tensor
+    ) -> Tensor:
+        self.num_forwards += 1
+        rows = []
+        for request, anchor, known in zip(
+            requests, anchors.tolist(), num_context.tolist(), strict=True
+        ):
+            if not 0 < known <= request.num_context:
+                raise WrongToken(f"{request.req_id}: {known} of at most {request.num_context}")
+            guess = self._guess(replace(request, anchor=anchor, num_context=known))
+            rows.append([*guess, *[-1] * (self.num_speculative_tokens - len(guess))])
+        return torch.tensor(rows)
+
     def _guess(self, request: DraftRequest) -> list[int]:
         text, first = self.texts[request.req_id], request.num_context + 1
         if first <= len(text) and text[first - 1] != request.anchor:
@@ -103,18 +117,40 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def raised_by(executor: TorchExecutor) -> list[Exception]:
-    """Collect what steps raise: the engine only logs it."""
-    execute, raised = executor.execute_model, []
+class _Watched:
+    """A step in flight that notes what is raised when it is answered."""
 
-    def execute_model(plan: Any) -> Any:
+    def __init__(self, pending: Any, raised: list[Exception]) -> None:
+        self.pending, self.raised = pending, raised
+
+    def get_output(self) -> Any:
         try:
-            return execute(plan)
+            return self.pending.get_output()
         except Exception as error:
-            raised.append(error)
+            self.raised.append(error)
             raise
 
-    executor.execute_model = execute_model  # type: ignore[method-assign]
+
+def raised_by(executor: TorchExecutor) -> list[Exception]:
+    """Collect what steps raise, begun or answered: the engine only logs it."""
+    raised: list[Exception] = []
+
+    def watch(execute: Any, wrap: Any) -> Any:
+        def execute_and_watch(plan: Any) -> Any:
+            try:
+                return wrap(execute(plan))
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        return execute_and_watch
+
+    executor.execute_model = watch(  # type: ignore[method-assign]
+        executor.execute_model, lambda result: result
+    )
+    executor.execute_model_async = watch(  # type: ignore[method-assign]
+        executor.execute_model_async, lambda pending: _Watched(pending, raised)
+    )
     return raised
 
 
@@ -221,7 +257,10 @@ class ExecutorWorld:
             self.counts["aborts"] += 1
 
     def step(self, *, fails: str | None = None) -> None:
-        """Step the engine; the executor may fail ``"before"``, ``"inside"`` or ``"after"``."""
+        """Step the engine; the executor may fail ``"before"``, ``"inside"`` or ``"after"``.
+
+        A step in flight may also fail ``"late"``, when it is asked for its output.
+        """
         if fails:
             self._fail(fails)
             return
@@ -235,26 +274,29 @@ class ExecutorWorld:
 
     def _fail(self, when: str) -> None:
         executor = self.executor
-        execute, attend = executor.execute_model, executor.mixer.mla
+        name = "execute_model_async" if self.config.async_scheduling else "execute_model"
+        execute, attend = getattr(executor, name), executor.mixer.mla
 
         def fail(*arguments: Any) -> Any:
             raise RuntimeError("made to fail")
 
         def execute_and_fail(plan: Any) -> Any:
-            execute(plan)
-            fail()
+            pending = execute(plan)
+            if when != "late":
+                fail()
+            pending.get_output = fail
+            return pending
 
         if when == "inside":  # KDA states are written by then
             executor.mixer.mla = fail  # type: ignore[method-assign]
         else:
-            failing = fail if when == "before" else execute_and_fail
-            executor.execute_model = failing  # type: ignore[method-assign]
+            setattr(executor, name, fail if when == "before" else execute_and_fail)
         try:
             with quiet():
                 for news in self.engine.step():
                     self._book(news)
         finally:
-            executor.execute_model = execute  # type: ignore[method-assign]
+            setattr(executor, name, execute)
             executor.mixer.mla = attend  # type: ignore[method-assign]
             self._raised.clear()
         self.counts["failed"] = self.engine.stats().num_failed_steps
@@ -283,6 +325,8 @@ class ExecutorWorld:
         self.counts["hits"] = stats.prefix_cache_hits
         self.counts["preemptions"] = stats.num_preemptions
         self.counts["requests"] = len(self.wanted)
+        self.counts["wasted"] = self.engine.stats().num_wasted_tokens
+        self.counts["host_waits"] = self.executor.num_host_waits
         self.counts.update(asdict(self.executor.counters))
 
     def run(self, rounds: int = 15) -> ExecutorWorld:
@@ -293,7 +337,8 @@ class ExecutorWorld:
                 self.arrive()
             if rng.random() < 0.05:
                 self.leave()
-            fails = rng.choice(["before", "inside", "after"]) if rng.random() < 0.05 else None
+            ways = ["before", "inside", "after", *["late"] * self.config.async_scheduling]
+            fails = rng.choice(ways) if rng.random() < 0.05 else None
             self.step(fails=fails)
         self.drain()
         return self

@@ -289,8 +289,9 @@ def test_every_option_reaches_the_command_line() -> None:
     options = ServeOptions(
         model="m", host="::1", port=0, served_model_name="k", api_key="secret",
         max_num_queued_reqs=9, max_request_bytes=10, preset="v0.27.1", batching="static",
-        policy="priority", token_budget="static", long_prefill_token_threshold=11, max_num_seqs=2,
-        max_num_batched_tokens=3, max_model_len=4, num_blocks=5, block_size=6,
+        policy="priority", token_budget="static", long_prefill_token_threshold=11,
+        async_scheduling=True, max_num_seqs=2, max_num_batched_tokens=3, max_model_len=4,
+        num_blocks=5, block_size=6,
         enable_prefix_caching=True, prefix_match_unit=12, prefill_checkpoints="internal",
         prefix_cache_retention_interval=13, speculative_states="records", num_speculative_tokens=14,
         drafter="d", draft_sample_method="probabilistic", rejection_sample_method="block",

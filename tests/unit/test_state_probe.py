@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from random import Random
 from typing import Any
 
 import pytest
-import torch
 from executor_world import GuessingDrafter, micro_model
 
 from kimik3_lab.serving import CacheConfig, Engine, Request, Scheduler, SchedulerConfig
@@ -15,6 +13,8 @@ from kimik3_lab.serving.executors.kda_states import KdaStates
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
 from kimik3_lab.serving.executors.state_probe import StateProbe, WrongState, read_state
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 _DRAW = Random(1)
 TRUNK = [_DRAW.randrange(3, 64) for _ in range(50)]
@@ -24,14 +24,8 @@ HITS = {
     "checkpoint_alignment": 4, "prefill_checkpoints": "internal",
 }  # fmt: skip
 TOKENS = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+#: Reference states that all probes of this file share: they have one model.
+KNOWN: dict[tuple[int, ...], Any] = {}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +33,14 @@ def model() -> Any:
     return micro_model()
 
 
-def watched(model: Any, cache: dict[str, Any], *, drafts: int = 0, seats: int = 1) -> StateProbe:
+def watched(
+    model: Any,
+    cache: dict[str, Any],
+    *,
+    drafts: int = 0,
+    seats: int = 1,
+    known: dict[tuple[int, ...], Any] | None = KNOWN,
+) -> StateProbe:
     """Serve the prompts and return the probe."""
     config = CacheConfig(60, 16, **cache)
     drafter, speculation = None, {}
@@ -49,7 +50,7 @@ def watched(model: Any, cache: dict[str, Any], *, drafts: int = 0, seats: int = 
             drafter.texts[name] = prompt + model.generate(prompt, TOKENS, stop_token_ids=())
         speculation = {"speculative_method": "dspark", "num_speculative_tokens": drafts}
     executor = TorchExecutor(model, config, seats, drafter=drafter)  # type: ignore[arg-type]
-    probe = StateProbe(executor)
+    probe = StateProbe(executor, known=known)
     scheduler = Scheduler(SchedulerConfig(seats, 64, 96, **speculation), config)  # type: ignore[arg-type]
     engine = Engine(scheduler, executor)
     for name, prompt in PROMPTS.items():
@@ -77,6 +78,17 @@ def test_a_name_that_nobody_wrote_a_state_for(model: Any) -> None:
     found = first(watched(model, HITS | {"hash_written_states_only": False}))
     assert (found.req_id, found.start, found.layer_id, found.heads) == ("c", 16, 0, (0, 1))
     assert found.part == "state" and found.looks_like == "begun from a after 8 tokens"
+
+
+def test_what_one_probe_has_read_another_need_not(model: Any) -> None:
+    wrong, known = HITS | {"hash_written_states_only": False}, {}
+    by_itself = watched(model, wrong, known=None)
+    one, two = watched(model, wrong, known=known), watched(model, wrong, known=known)
+    assert one.first == two.first == by_itself.first
+    # A state for each beginning, and each read once: those of b begin as a's do, and c's.
+    assert one._known is two._known is known
+    texts = [tuple(ids) for ids in one._read.values()]
+    assert set(known) == {text[:n] for text in texts for n in range(1, len(text) + 1)}
 
 
 def test_drafts_that_stay(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

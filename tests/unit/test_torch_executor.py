@@ -26,16 +26,10 @@ from kimik3_lab.serving.executors.paged_cache import PagedCache
 from kimik3_lab.serving.executors.step_metadata import Segment, StateRows, StepMetadata
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MAX_TOKENS = 7
 LENGTHS = (70, 3, 2, 1, 17)  # three fill a small cache, so that growing means preempting
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -23,17 +23,11 @@ from kimik3_lab.serving import (
 )
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 K = 3
 DRAFTS = {"speculative_method": "dspark", "num_speculative_tokens": K}
 CACHING = {"block_size": 8, "num_kda_groups": 2, "enable_prefix_caching": True}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

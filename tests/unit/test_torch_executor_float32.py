@@ -6,7 +6,6 @@ that was close, and probabilities throughout (:mod:`kimik3_lab.serving.executors
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,17 +21,11 @@ from kimik3_lab.serving.executors.agreement import Agreement, compare
 from kimik3_lab.serving.executors.execution import ExecutionConfig
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 K = 4
 MAX_TOKENS = 12
 HYBRID = {"num_kda_groups": 3, "enable_prefix_caching": True}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,8 @@ from kimik3_lab.serving.executors.request_states import RequestStates
 from kimik3_lab.serving.executors.step_metadata import Decodes, Prefill, StateRows, StepMetadata
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Patch = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: dict[str, tuple[str, Patch]] = {}
 
@@ -46,14 +48,6 @@ def wrap(
         return replacement(original, self, *arguments, **keywords)
 
     monkeypatch.setattr(owner, name, method)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # -- columns -----------------------------------------------------------------------------------

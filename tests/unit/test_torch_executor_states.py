@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from executor_world import micro_model
@@ -19,15 +17,9 @@ from kimik3_lab.serving.executors.paged_cache import PagedCache, StateMove
 from kimik3_lab.serving.executors.step_metadata import StateRows
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MICRO = K3Config.micro()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -7,24 +7,32 @@ its tokens. Then where things lie (``paged_cache``, ``kda_states``, ``request_st
 are laid out (``step_layout``, ``step_metadata``) and computed (``backends``, ``paged_mixer``,
 ``paged_attention``, ``kda_records``; ``triton_*`` and ``cuda_graphs`` on a GPU), what is drafted
 and kept (``proposer``, ``rejection_sampler``, ``sampler``), and what it cost (``step_counters``).
+Last, how a step begins before the one before it has answered (``async_steps``).
 """
 
 from __future__ import annotations
 
 __all__ = [
     "agreement",
+    "async_sampler",
+    "async_states",
+    "async_steps",
+    "async_tables",
     "backends",
     "cuda_graphs",
     "draft_attention",
     "draft_sampler",
     "drafts",
     "execution",
+    "graph_recordings",
     "kda_records",
     "kda_states",
     "logprobs",
+    "model_limits",
     "paged_attention",
     "paged_cache",
     "paged_mixer",
+    "pending_step",
     "pinned",
     "proposer",
     "random_stream",
@@ -33,6 +41,7 @@ __all__ = [
     "sampler",
     "state_probe",
     "step_counters",
+    "step_inputs",
     "step_layout",
     "step_metadata",
     "torch_executor",

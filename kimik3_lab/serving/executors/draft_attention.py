@@ -33,6 +33,12 @@ class ContextGroup:
     cells: Tensor
     padding: Tensor | None
 
+    def cut(self, lengths: Tensor) -> ContextGroup:
+        """Cut contexts that were gathered too long: int64 ``[R]``, of all requests."""
+        place = torch.arange(self.cells.shape[1], device=self.cells.device)
+        padding = place >= lengths[self.requests].unsqueeze(-1)
+        return ContextGroup(self.requests, self.cells.masked_fill(padding, 0), padding)
+
 
 def group_contexts(
     block_ids: Sequence[Sequence[int]],

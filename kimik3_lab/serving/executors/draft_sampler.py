@@ -20,7 +20,7 @@ from kimik3_lab.serving.executors.random_stream import RandomStream, exponential
 from kimik3_lab.serving.executors.sampler import distribution
 from kimik3_lab.serving.request import SamplingParams
 
-__all__ = ["sample_blocks"]
+__all__ = ["choose_blocks", "sample_blocks"]
 
 
 def sample_blocks(
@@ -74,6 +74,29 @@ def sample_blocks(
     chances = torch.stack(confidence, 1).tolist() if confidence else [None] * len(requests)
     drawn_from = dict(zip(drawing, torch.stack(probs, 1), strict=True)) if drawing else {}
     return [Draft(token_ids[i], drawn_from.get(i), chances[i]) for i in range(len(requests))]
+
+
+def choose_blocks(drafter: DSparkDrafter, base: Tensor, anchors: Tensor) -> Tensor:
+    """Choose the most probable tokens of R drafted blocks, and leave them on the device.
+
+    Parameters
+    ----------
+    drafter, base
+        As for :func:`sample_blocks`.
+    anchors : Tensor
+        int64 ``[R]``: the token before each block.
+
+    Returns
+    -------
+    Tensor
+        int64 ``[R, N]``.
+    """
+    tokens, previous = [], anchors
+    for place in range(base.shape[1]):
+        bias = drafter.markov_head.bias(drafter.markov_head.markov_w1(previous))
+        previous = (base[:, place] + bias.to(base.dtype)).argmax(-1)
+        tokens.append(previous)
+    return torch.stack(tokens, 1)
 
 
 class _Noise:

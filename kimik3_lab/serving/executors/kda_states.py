@@ -22,12 +22,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from kimik3_lab.serving.config import CacheConfig
 from kimik3_lab.serving.executors.paged_cache import PagedCache, StateMove
+from kimik3_lab.serving.executors.pinned import send_columns, to_device
 from kimik3_lab.serving.executors.step_metadata import StateRows
 from kimik3_lab.serving.prefill_checkpoint import cdiv
 
-__all__ = ["Chunk", "Commit", "KdaStates"]
+__all__ = ["Chunk", "Commit", "CommitTensors", "KdaStates"]
 
 
 class Chunk(NamedTuple):
@@ -54,6 +58,55 @@ class Commit(NamedTuple):
     state_rows: tuple[int, ...]
     boundary: int
     boundary_rows: tuple[int, ...]
+
+
+class CommitTensors(NamedTuple):
+    """n commits on the device, in the order of the rows of the step.
+
+    Attributes
+    ----------
+    num_accepted : Tensor
+        int64 ``[n]``.
+    boundary : Tensor or None
+        int64 ``[n]``, 0 for none; None if nobody reaches one.
+    boundary_rows : Tensor or None
+        int64 ``[group, n]``, any row where there is no boundary.
+    known_boundaries : tuple of int
+        ``boundary`` again, for who counts; empty if the device alone knows.
+    """
+
+    num_accepted: Tensor
+    boundary: Tensor | None = None
+    boundary_rows: Tensor | None = None
+    known_boundaries: tuple[int, ...] = ()
+
+    @classmethod
+    def send(cls, commits: Sequence[Commit], device: torch.device) -> CommitTensors:
+        """Send what the host knows."""
+        counts, boundaries = [c.num_accepted for c in commits], [c.boundary for c in commits]
+        if not any(boundaries):
+            return cls(to_device(counts, device))
+        groups = zip(*(c.boundary_rows for c in commits), strict=True)
+        rows = [row for group in groups for row in group]
+        count, boundary, targets = send_columns(device, counts, boundaries, rows)
+        return cls(count, boundary, targets.view(-1, len(counts)), tuple(boundaries))
+
+    def members(self, low: int, high: int) -> CommitTensors:
+        """Take some of them."""
+        known = self.known_boundaries[low:high]
+        if self.boundary is None or self.boundary_rows is None or (known and not any(known)):
+            return CommitTensors(self.num_accepted[low:high])
+        return CommitTensors(
+            self.num_accepted[low:high],
+            self.boundary[low:high],
+            self.boundary_rows[:, low:high],
+            known,
+        )
+
+    @property
+    def num_boundaries(self) -> int:
+        """Commits that reach a boundary, as far as the host knows."""
+        return sum(boundary > 0 for boundary in self.known_boundaries)
 
 
 @dataclass(slots=True)

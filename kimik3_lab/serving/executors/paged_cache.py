@@ -30,6 +30,7 @@ from torch import Tensor
 from kimik3_lab.config import K3Config
 from kimik3_lab.reference.norms import compute_dtype
 from kimik3_lab.serving.config import CacheConfig
+from kimik3_lab.serving.executors.pinned import to_device
 from kimik3_lab.serving.executors.step_counters import StepCounters
 
 __all__ = ["KdaLayer", "PagedCache", "StateMove"]
@@ -163,7 +164,7 @@ class PagedCache:
         """Enter ``block_ids`` into the table of ``slot`` from its block number ``first`` on."""
         if block_ids:
             row = self.block_table[group, slot, first : first + len(block_ids)]
-            row.copy_(torch.tensor(block_ids))
+            to_device(block_ids, out=row)
             self.own(group, block_ids)
 
     def own(self, group: int, block_ids: Iterable[int]) -> None:
@@ -194,16 +195,20 @@ class PagedCache:
     def reset_states(self, rows: Sequence[int]) -> None:
         """Empty states and windows: the requests that get these rows start from zero."""
         if rows:
-            index = torch.tensor(rows, device=self.conv.device)
+            index = to_device(rows, self.conv.device)
             self.recurrent.index_fill_(1, index, 0)
             self.conv.index_fill_(1, index, 0)
 
     def move_states(self, moves: Sequence[StateMove]) -> None:
         """Copy states, and the windows that belong to them, to the front of their new rows."""
-        if not moves:
-            return
-        numbers = torch.tensor(moves, device=self.conv.device)
-        state, window, offset, target = numbers.unbind(1)
+        if moves:
+            numbers = to_device([number for move in moves for number in move], self.conv.device)
+            self.move_state_rows(*numbers.view(-1, 4).unbind(1))
+
+    def move_state_rows(
+        self, state: Tensor, window: Tensor, offset: Tensor, target: Tensor
+    ) -> None:
+        """Copy states as :meth:`move_states` does, with the fields of the moves on the device."""
         # All is read before anything is written: rows may change places.
         states, windows = self.recurrent[:, state], self.windows(self.conv[:, window], offset)
         self.recurrent[:, target] = states

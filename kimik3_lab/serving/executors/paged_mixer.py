@@ -22,7 +22,7 @@ from kimik3_lab.config import K3Config
 from kimik3_lab.reference import kda, mla
 from kimik3_lab.serving.executors import kda_records
 from kimik3_lab.serving.executors.execution import ExecutionConfig
-from kimik3_lab.serving.executors.kda_states import Commit
+from kimik3_lab.serving.executors.kda_states import Commit, CommitTensors
 from kimik3_lab.serving.executors.paged_attention import absorbed_decode, absorbing_pays
 from kimik3_lab.serving.executors.paged_cache import KdaLayer, PagedCache
 from kimik3_lab.serving.executors.step_metadata import Decodes, Part, Prefill, StepMetadata
@@ -182,34 +182,34 @@ class PagedMixer:
         commits : sequence of Commit
             One for each request of the step that verified drafts, in the order of its rows.
         """
-        commits = list(commits)
+        if commits:
+            self.commit_tensors(CommitTensors.send(commits, self.cache.conv.device))
+
+    def commit_tensors(self, commits: CommitTensors) -> None:
+        """Do what :meth:`commit` does for numbers that are on the device."""
         verified = [p for p in self.step.parts if isinstance(p, Decodes) and p.kind == "verify"]
+        low, number = 0, len(commits.num_accepted)
         for index, part in enumerate(verified):
             # A recorded step may have empty requests behind the others.
-            size = min(len(part.num_accepted), len(commits))
-            members, commits = commits[:size], commits[size:]
-            self._commit_part(part, index, members)
-            self.counters.recovery_commits += size
+            high = min(low + len(part.num_accepted), number)
+            self._commit_part(part, index, commits.members(low, high))
+            self.counters.recovery_commits += high - low
+            low = high
 
-    def _commit_part(self, part: Decodes, index: int, members: Sequence[Commit]) -> None:
-        def integers(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=part.num_accepted.device)
-
-        count, boundary = (
-            integers([c.num_accepted for c in members]),
-            integers([c.boundary for c in members]),
-        )
-        crossing = boundary.nonzero().squeeze(-1)
+    def _commit_part(self, part: Decodes, index: int, members: CommitTensors) -> None:
+        count, boundary = members.num_accepted, members.boundary
+        crossing = None if boundary is None else boundary.nonzero().squeeze(-1)
         for layer_id, records in self.step.records.items():
             layer = self.cache.kda_layer(layer_id)
-            rows = part.state_rows[layer.group][: len(members), 0]
-            boundary_rows = integers([c.boundary_rows[layer.group] for c in members])
+            rows = part.state_rows[layer.group][: len(count), 0]
             # Read before either is written: a boundary may lie in the row that all starts from.
             before, wide = kda.from_cache_layout(layer.recurrent[rows]), layer.conv[rows]
-            for target, chosen, number in (
-                (boundary_rows[crossing], crossing, boundary[crossing]),
-                (rows, slice(len(members)), count),
-            ):
+            targets: list[tuple[Tensor, Tensor | slice, Tensor]] = [(rows, slice(len(rows)), count)]
+            if crossing is not None:
+                assert boundary is not None and members.boundary_rows is not None
+                boundary_rows = members.boundary_rows[layer.group]
+                targets.insert(0, (boundary_rows[crossing], crossing, boundary[crossing]))
+            for target, chosen, number in targets:
                 after = kda_records.commit(before[chosen], records[index].of(chosen), number)
                 window = self.cache.windows(wide[chosen], number - 1)
                 layer.recurrent[target] = kda.to_cache_layout(after)

@@ -34,8 +34,9 @@ from kimik3_lab.reference.model import K3ForCausalLM
 from kimik3_lab.reference.norms import compute_dtype
 from kimik3_lab.serving.config import CacheConfig
 from kimik3_lab.serving.executors.draft_attention import attend_blocks, group_contexts
-from kimik3_lab.serving.executors.draft_sampler import sample_blocks
+from kimik3_lab.serving.executors.draft_sampler import choose_blocks, sample_blocks
 from kimik3_lab.serving.executors.drafts import Draft, DraftRequest
+from kimik3_lab.serving.executors.pinned import to_device
 
 __all__ = ["DraftSampleMethod", "Proposer"]
 
@@ -106,11 +107,9 @@ class Proposer:
         shared_noise: bool = False,
         truncate_drafts: bool = False,
     ) -> None:
-        config = drafter.config
-        if num_speculative_tokens < 1:
-            raise ValueError(
-                f"num_speculative_tokens must be at least 1, got {num_speculative_tokens}"
-            )
+        config, k = drafter.config, num_speculative_tokens
+        if k < 1:
+            raise ValueError(f"num_speculative_tokens must be at least 1, got {k}")
         if draft_sample_method not in get_args(DraftSampleMethod):
             raise ValueError(
                 f"draft_sample_method must be one of {get_args(DraftSampleMethod)}, got "
@@ -225,13 +224,13 @@ class Proposer:
         # Contexts of like length are padded together.
         order = sorted(range(len(requests)), key=lambda i: requests[i].num_context)
         ordered = [requests[i] for i in order]
-        hidden = self._forward(ordered)
-        wide = compute_dtype(hidden.dtype)
-        base = hidden.to(wide) @ self.target.lm_head.weight.to(wide).mT
+        anchors = to_device([request.anchor for request in ordered], self.latent.device)
+        lengths = to_device([request.num_context for request in ordered], self.latent.device)
+        hidden = self._forward(ordered, anchors, lengths)
         drafts = sample_blocks(
             self.drafter,
             hidden,
-            base,
+            self._logits(hidden),
             ordered,
             probabilistic=self.draft_sample_method == "probabilistic",
             shared_noise=self.shared_noise,
@@ -239,19 +238,58 @@ class Proposer:
         )
         return {requests[i].req_id: draft for i, draft in sorted(zip(order, drafts, strict=True))}
 
-    def _forward(self, requests: Sequence[DraftRequest]) -> Tensor:
+    @torch.inference_mode()
+    def propose_async(
+        self, requests: Sequence[DraftRequest], anchors: Tensor, num_context: Tensor
+    ) -> Tensor:
+        """Draft greedily for requests of which the device knows more than the host.
+
+        Parameters
+        ----------
+        requests
+            R requests; their anchors are not looked at, their contexts at least the true ones.
+        anchors, num_context : Tensor
+            int64 ``[R]``: the true ones.
+
+        Returns
+        -------
+        Tensor
+            int64 ``[R, K]``, on the device; -1 where nothing is drafted.
+        """
+        order = sorted(range(len(requests)), key=lambda i: requests[i].num_context)
+        index = to_device(order, self.latent.device)
+        anchors, lengths = anchors[index], num_context[index]
+        hidden = self._forward([requests[i] for i in order], anchors, lengths, exact=False)
+        tokens = choose_blocks(self.drafter, self._logits(hidden), anchors)
+        return torch.empty_like(tokens).index_copy_(0, index, tokens)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        wide = compute_dtype(hidden.dtype)
+        logits: Tensor = hidden.to(wide) @ self.target.lm_head.weight.to(wide).mT
+        return logits
+
+    def _forward(
+        self,
+        requests: Sequence[DraftRequest],
+        anchors: Tensor,
+        num_context: Tensor,
+        *,
+        exact: bool = True,
+    ) -> Tensor:
         """Map blocks ``[anchor, mask, mask, ...]`` to final hidden states ``[R, K, hidden]``."""
         self.num_forwards += 1
         drafter, count = self.drafter, self.num_speculative_tokens
         device = self.latent.device
         ids = torch.full((len(requests), count), drafter.config.mask_token_id, device=device)
-        ids[:, 0] = torch.tensor([request.anchor for request in requests], device=device)
+        ids[:, 0] = anchors
         lengths = [request.num_context for request in requests]
         offsets = torch.arange(count, device=device)
-        positions = (torch.tensor(lengths, device=device).unsqueeze(-1) + offsets).flatten()
+        positions = (num_context.unsqueeze(-1) + offsets).flatten()
         groups = group_contexts(
             [request.block_ids for request in requests], lengths, self._block_size, device
         )
+        if not exact:
+            groups = [group.cut(num_context) for group in groups]
         x = self.target.model.embed_tokens(ids.flatten()).to(self.latent.dtype)
         for layer, pages in zip(self._layers, self.latent, strict=True):
             normed = layer.input_layernorm(x)

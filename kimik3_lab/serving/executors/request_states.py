@@ -24,7 +24,8 @@ class RequestState:
     """The executor's copy of a request (vLLM: ``CachedRequestState``).
 
     ``slot`` is its row in the block table, None while it has no seat; ``block_ids`` has a list for
-    each attention group; ``draft`` is what was proposed to it last.
+    each attention group; ``draft`` is what was proposed to it last. The first ``num_given`` tokens
+    came with the plan that gave it its seat, the others were sampled here.
     """
 
     token_ids: list[int]
@@ -33,6 +34,7 @@ class RequestState:
     slot: int | None = None
     block_ids: list[list[int]] = field(default_factory=list)
     draft: Draft | None = None
+    num_given: int = 0
 
 
 class RequestStates:
@@ -46,6 +48,11 @@ class RequestStates:
         Told who begins, goes on and ends.
     max_num_seqs : int
         Seats.
+
+    Attributes
+    ----------
+    seated : list of (int, int)
+        Seats that the last plan gave away, with the tokens that were found for each.
     """
 
     def __init__(self, cache: PagedCache, states: KdaStates, max_num_seqs: int) -> None:
@@ -55,6 +62,7 @@ class RequestStates:
         self._has_state_groups = states.cache_config.num_kda_groups > 0
         self._requests: dict[str, RequestState] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
+        self.seated: list[tuple[int, int]] = []
 
     def __getitem__(self, req_id: str) -> RequestState:
         return self._requests[req_id]
@@ -78,6 +86,7 @@ class RequestStates:
         RuntimeError
             If there is no seat left.
         """
+        self.seated = []
         self._leave(output.preempted_req_ids)
         self._leave(output.finished_req_ids)
         for req_id in output.finished_req_ids:
@@ -114,6 +123,8 @@ class RequestStates:
             )
         request, pages = self._requests[req_id], self.cache.num_attention_groups
         request.slot, request.draft = self._free_slots.pop(), None
+        request.num_given = len(request.token_ids)
+        self.seated.append((request.slot, num_computed_tokens))
         request.block_ids = [[] for _ in range(pages)]
         self._add_pages(request, block_ids)
         if self._has_state_groups:

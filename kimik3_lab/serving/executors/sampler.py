@@ -18,10 +18,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kimik3_lab.serving.executors.pinned import to_device
 from kimik3_lab.serving.executors.random_stream import RandomStream
 from kimik3_lab.serving.request import SamplingParams
 
-__all__ = ["check_logits", "distribution", "draw", "sample"]
+__all__ = ["check_logits", "distribution", "draw", "race", "sample"]
 
 
 def sample(
@@ -110,15 +111,15 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(-1)
+        return to_device(values, logits.device, dtype=torch.float64).unsqueeze(-1)
 
     # From the largest, so that a tiny temperature overflows downwards only.
     shifted = logits.double() - logits.double().amax(-1, keepdim=True)
     probabilities = (shifted / column([p.temperature for p in params])).softmax(-1)
     cut = [row for row, p in enumerate(params) if p.top_p < 1.0 or p.top_k or p.min_p]
     if cut:
-        chosen = [params[row] for row in cut]
-        falling, order = probabilities[cut].sort(dim=-1, descending=True, stable=True)
+        chosen, places = [params[row] for row in cut], to_device(cut, logits.device)
+        falling, order = probabilities[places].sort(dim=-1, descending=True, stable=True)
         falling = falling.where(falling >= falling[:, :1] * column([p.min_p for p in chosen]), 0.0)
         rank = torch.arange(falling.shape[-1], device=falling.device)
         size = column([p.top_k or falling.shape[-1] for p in chosen])
@@ -129,7 +130,7 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         nucleus = column([p.top_p for p in chosen]) * mass[:, -1:]
         falling = falling.where(mass - falling < nucleus, 0.0)
         falling = falling / falling.sum(-1, keepdim=True)
-        probabilities[cut] = torch.zeros_like(falling).scatter_(-1, order, falling)
+        probabilities[places] = torch.zeros_like(falling).scatter_(-1, order, falling)
     return probabilities
 
 
@@ -143,12 +144,19 @@ def draw(
     >>> draw(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), [RandomStream(0), RandomStream(0)], [3, 3])
     [1, 0]
     """
-    noise = torch.stack([
-        _known(stream).exponentials(position, probabilities.shape[-1])
-        for stream, position in zip(streams, positions, strict=True)
-    ])  # fmt: skip
-    winners: list[int] = (probabilities / noise.to(probabilities.device)).argmax(-1).tolist()
+    winners: list[int] = race(probabilities, streams, positions).tolist()
     return winners
+
+
+def race(
+    probabilities: Tensor, streams: Sequence[RandomStream | None], positions: Sequence[int]
+) -> Tensor:
+    """Draw as :func:`draw` does, and leave the winners on the device: int64 ``[M]``."""
+    on_gpu = probabilities.is_cuda
+    noise = torch.empty(probabilities.shape, dtype=torch.float64, pin_memory=on_gpu)
+    for row, stream, position in zip(noise, streams, positions, strict=True):
+        row.copy_(_known(stream).exponentials(position, probabilities.shape[-1]))
+    return (probabilities / noise.to(probabilities.device, non_blocking=on_gpu)).argmax(-1)
 
 
 def _known(stream: RandomStream | None) -> RandomStream:

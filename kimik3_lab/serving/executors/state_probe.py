@@ -11,6 +11,7 @@ it holds a right state at a wrong *place*, or has begun from one, that place can
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -104,6 +105,26 @@ def read_state(executor: TorchExecutor, req_id: str) -> tuple[int, dict[int, Lay
     return running.num_tokens, layers
 
 
+class _EnoughError(Exception):
+    """The last layer that anybody asked for has been computed."""
+
+
+class _UpTo(SequenceMixer):
+    """Stops the model behind the KDA of one layer: what comes above it is not looked at."""
+
+    def __init__(self, state: SequenceState, last_layer: int | None) -> None:
+        super().__init__(state, form="decode")
+        self._last_layer = last_layer
+
+    def kda(
+        self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+    ) -> Tensor:
+        out = super().kda(layer_id, q, k, v, g, beta)
+        if layer_id == self._last_layer:
+            raise _EnoughError
+        return out
+
+
 class StateProbe:
     """Compares the states of all scheduled requests with the reference, after every step.
 
@@ -117,6 +138,9 @@ class StateProbe:
         ``execute_model`` is wrapped.
     tolerance : float
         Largest relative deviation that is none.
+    known : dict, optional
+        Reference states behind each beginning of a text, kept between probes: give the same one to
+        all probes of a model, and no text is read twice.
 
     Attributes
     ----------
@@ -139,8 +163,15 @@ class StateProbe:
     (True, 16)
     """
 
-    def __init__(self, executor: TorchExecutor, *, tolerance: float = 1e-9) -> None:
+    def __init__(
+        self,
+        executor: TorchExecutor,
+        *,
+        tolerance: float = 1e-9,
+        known: dict[tuple[int, ...], SequenceState] | None = None,
+    ) -> None:
         self.executor, self.tolerance = executor, tolerance
+        self._known = {} if known is None else known
         self.first: WrongState | None = None
         self.num_steps = 0
         #: Of each request: token ids that the reference has read, and its states behind each.
@@ -192,13 +223,20 @@ class StateProbe:
         read = self._read.setdefault(req_id, [])
         states = self._states.setdefault(req_id, [self.executor.model.new_state()])
         for token_id in token_ids[len(read) : num_tokens]:
-            states.append(self._advance(states[-1], [token_id]))
             read.append(token_id)
+            state = self._known.get(tuple(read))
+            if state is None:
+                state = self._known[tuple(read)] = self._advance(states[-1], [token_id])
+            states.append(state)
         return states[num_tokens]
 
-    def _advance(self, state: SequenceState, token_ids: Sequence[int]) -> SequenceState:
-        mixer = SequenceMixer(state.clone(), form="decode")
-        self.executor.model(torch.tensor(token_ids), mixer)
+    def _advance(
+        self, state: SequenceState, token_ids: Sequence[int], last_layer: int | None = None
+    ) -> SequenceState:
+        """Read on from a copy; layers above ``last_layer`` are left as they are."""
+        mixer = _UpTo(state.clone(), last_layer)
+        with suppress(_EnoughError):
+            self.executor.model(torch.tensor(token_ids), mixer)
         return mixer.state
 
     # -- what is it then? ----------------------------------------------------------------------
@@ -218,7 +256,7 @@ class StateProbe:
         token_ids, before = self._read[req_id], self._states[req_id][start]
         places = [("zero", self.executor.model.new_state())]
         if drafts:
-            all_rows = self._advance(before, [token_ids[start], *drafts])
+            all_rows = self._advance(before, [token_ids[start], *drafts], layer_id)
             places.append((f"{req_id} with all {len(drafts)} drafts", all_rows))
         for name, states in self._states.items():
             places += [(f"{name} after {n} tokens", state) for n, state in enumerate(states) if n]
@@ -230,7 +268,7 @@ class StateProbe:
                 begun = before.clone()
                 for part in parts:
                     getattr(begun, part)[layer_id] = getattr(state, part)[layer_id]
-                after = self._advance(begun, token_ids[start:stop])
+                after = self._advance(begun, token_ids[start:stop], layer_id)
                 if self._is(found, after, layer_id):
                     alone = "" if len(parts) == 2 else f", its {parts[0]} part alone"
                     return f"begun from {place}{alone}"

@@ -132,6 +132,9 @@ class Decodes:
     bound : int
         A recorded step's stops change from replay to replay: none is more than this. 0 if they are
         what they are.
+    exact : bool
+        False if the host knows stops only as at most: how many drafts of the step before were
+        accepted is known on the device alone.
     """
 
     cache: PagedCache
@@ -143,6 +146,7 @@ class Decodes:
     starts: Tensor
     stops: tuple[int, ...]
     bound: int = 0
+    exact: bool = True
 
     @property
     def kind(self) -> PartKind:
@@ -182,7 +186,7 @@ class Decodes:
             members = slice(low, high)
             cells = self.cache.cells(group, self.slots[members], longest)
             hidden = None
-            if count > 1 or self.bound or self.stops[low] < longest:
+            if count > 1 or self.bound or not self.exact or self.stops[low] < longest:
                 device = cells.device
                 last = self.starts[members].unsqueeze(-1) + torch.arange(count, device=device)
                 hidden = torch.arange(longest, device=device) > last.unsqueeze(-1)
@@ -287,6 +291,8 @@ class StepMetadata:
         made by small operators of its own and sent alone, as vLLM 0.27.1 did.
     bound : int
         For a recorded step, see :class:`Decodes`.
+    exact : bool
+        Whether the starts of decoding requests are known, see there.
 
     Raises
     ------
@@ -301,6 +307,7 @@ class StepMetadata:
         *,
         numbers: Tensor | None = None,
         bound: int = 0,
+        exact: bool = True,
     ) -> None:
         if not all(a.order <= b.order for a, b in pairwise(segments)):
             raise ValueError(
@@ -308,7 +315,7 @@ class StepMetadata:
                 "of one token, then prompts, and alike next to alike"
             )
         self._cache, self._device = cache, cache.block_table.device
-        self._numbers, self._bound = numbers, bound
+        self._numbers, self._bound, self._exact = numbers, bound, exact
         self.segments = segments
         self.num_rows = count = sum(segment.count for segment in segments)
         self._taken = 3 * count
@@ -320,9 +327,6 @@ class StepMetadata:
         self.row_slots = (
             self._row_slots(segments) if numbers is None else numbers[2 * count : 3 * count]
         )
-        #: The cell of each attention group that each row writes, ``[group, N]``: vLLM's
-        #: slot_mapping.
-        self.cell_mapping = self._cell_mapping()
         self.parts: list[Part] = []
         row = 0
         for (kind, _), members in groupby(segments, key=lambda s: s.order[:2]):
@@ -361,7 +365,12 @@ class StepMetadata:
         counts = self._integers([s.count for s in segments])
         return self._integers([s.slot for s in segments]).repeat_interleave(counts)
 
-    def _cell_mapping(self) -> Tensor:
+    @cached_property
+    def cell_mapping(self) -> Tensor:
+        """The cell of each attention group that each row writes, ``[group, N]``: slot_mapping.
+
+        Worked out when it is first asked for: until then positions may be corrected.
+        """
         size = self._cache.page_size
         blocks = self._cache.block_table[:, self.row_slots, self.positions // size]
         return blocks * size + self.positions % size
@@ -394,4 +403,5 @@ class StepMetadata:
             starts,
             tuple(s.stop for s in segments),
             self._bound,
+            self._exact,
         )

@@ -15,14 +15,16 @@ from torch import Tensor
 
 from kimik3_lab.reference.drafter import DSparkDrafter
 from kimik3_lab.reference.model import K3ForCausalLM
-from kimik3_lab.serving.config import CacheConfig, SchedulerConfig
+from kimik3_lab.serving.config import CacheConfig
+from kimik3_lab.serving.executors.async_steps import AsyncSteps
 from kimik3_lab.serving.executors.backends import Backend, make_backend, make_proposer
-from kimik3_lab.serving.executors.cuda_graphs import DecodeGraphs
-from kimik3_lab.serving.executors.drafts import DraftRequest
+from kimik3_lab.serving.executors.cuda_graphs import DecodeGraphs, FillIn
+from kimik3_lab.serving.executors.drafts import Draft
 from kimik3_lab.serving.executors.execution import ExecutionConfig
 from kimik3_lab.serving.executors.kda_states import KdaStates
+from kimik3_lab.serving.executors.model_limits import ModelLimits
 from kimik3_lab.serving.executors.paged_cache import PagedCache
-from kimik3_lab.serving.executors.pinned import to_device
+from kimik3_lab.serving.executors.pending_step import PendingStep
 from kimik3_lab.serving.executors.proposer import DraftSampleMethod, Proposer
 from kimik3_lab.serving.executors.rejection_sampler import (
     RejectionSampleMethod,
@@ -31,14 +33,15 @@ from kimik3_lab.serving.executors.rejection_sampler import (
 )
 from kimik3_lab.serving.executors.request_states import RequestStates
 from kimik3_lab.serving.executors.step_counters import StepCounters
+from kimik3_lab.serving.executors.step_inputs import StepInputs
 from kimik3_lab.serving.executors.step_layout import ScheduledRequest, lay_out, model_inputs
-from kimik3_lab.serving.executors.step_metadata import Segment, StepMetadata, step_numbers
+from kimik3_lab.serving.executors.step_metadata import Segment
 from kimik3_lab.serving.outputs import ModelRunnerOutput, SchedulerOutput
 
 __all__ = ["TorchExecutor"]
 
 
-class TorchExecutor:
+class TorchExecutor(ModelLimits):
     """Computes steps with a :class:`~kimik3_lab.reference.model.K3ForCausalLM`.
 
     Parameters
@@ -69,6 +72,9 @@ class TorchExecutor:
     ----------
     counters : StepCounters
         What the steps so far have cost.
+    num_host_waits : int
+        Times that the host waited for the device while nothing more was queued there: it stands
+        idle then until the host has read the result and sent the next work.
 
     Raises
     ------
@@ -107,7 +113,7 @@ class TorchExecutor:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
         self.model = (model if device is None else model.to(device)).eval()
         self.cache_config, self.max_num_seqs = cache_config, max_num_seqs
-        self.counters = StepCounters()
+        self.counters, self.num_host_waits = StepCounters(), 0
         self.rejection_sample_method = rejection_sample_method
         #: Chooses the new tokens of a step from its logits, as :func:`verify_batch` does.
         self.verifier: Callable[..., list[list[int]]] = verify_batch
@@ -146,6 +152,7 @@ class TorchExecutor:
                 shared_noise=rejection_sample_method == "coupled",
             )
         self.proposer = drafter
+        self._async_steps = AsyncSteps(self)
         #: Rows of the last step.
         self.last_segments: list[Segment] = []
         self._drafts: dict[str, list[int]] = {}
@@ -154,41 +161,6 @@ class TorchExecutor:
     def graphs(self) -> DecodeGraphs | None:
         """What records steps and replays them, if anything does."""
         return self.compute if isinstance(self.compute, DecodeGraphs) else None
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids must be below this."""
-        return self.model.config.vocab_size
-
-    @property
-    def eos_token_id(self) -> int:
-        """The model's end-of-sequence token."""
-        return self.model.config.eos_token_id
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence that the model was made for."""
-        return self.model.config.max_position_embeddings
-
-    def check_configs(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> None:
-        """Refuse plans that this executor cannot compute, naming the knob."""
-        if scheduler_config.async_scheduling:
-            raise ValueError(
-                "async_scheduling=True plans a step before the last one has answered, and this "
-                "executor answers at once: leave it at False"
-            )
-        if cache_config.enable_prefix_caching and not cache_config.num_kda_groups:
-            raise ValueError(
-                "enable_prefix_caching=True with num_kda_groups=0: pages would be found without "
-                "the KDA state that belongs to them; set num_kda_groups (K3 has 3)"
-            )
-        wanted, made_for = scheduler_config.num_speculative_tokens, self.num_speculative_tokens
-        if wanted != made_for:
-            raise ValueError(
-                f"speculative_method={scheduler_config.speculative_method!r} with "
-                f"num_speculative_tokens={wanted}, but the executor was made for {made_for}: give "
-                "it a drafter and the same number, or leave both out"
-            )
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -214,7 +186,7 @@ class TorchExecutor:
             return ModelRunnerOutput([], [])
         scheduled = lay_out(scheduler_output, starts, self.requests, self.states)
         taps = None if self.proposer is None else self.proposer.new_taps()
-        logits = self._forward(scheduled, taps)
+        logits = self._forward(scheduled, *model_inputs(scheduled), taps)
 
         sampling = [item for item in scheduled if item.draft is not None]
         drafts = [item.draft for item in sampling if item.draft is not None]
@@ -228,6 +200,7 @@ class TorchExecutor:
             method=self.rejection_sample_method,
             best=None if self.graphs is None else self.graphs.best,
         )
+        self.num_host_waits += bool(sampling)
         logprobs = batch_logprobs(logits, drafts, new_token_ids, params)
         sampled: dict[str, list[int]] = {item.req_id: [] for item in scheduled}
         for item, token_ids in zip(sampling, new_token_ids, strict=True):
@@ -235,12 +208,24 @@ class TorchExecutor:
             sampled[item.req_id] = token_ids
         self._settle(scheduled, sampled)
         if self.proposer is not None and taps is not None:
-            self._propose(self.proposer, taps, sampling)
+            self._keep_taps(taps)
+            drafts_of = self._propose(sampling)
+            self._drafts = {req_id: draft.token_ids for req_id, draft in drafts_of.items()}
         result = ModelRunnerOutput(list(sampled), list(sampled.values()))
         if logprobs is not None:
             asked = dict(zip((item.req_id for item in sampling), logprobs, strict=True))
             result.logprobs = [asked.get(req_id, []) for req_id in sampled]
         return result
+
+    @torch.inference_mode()
+    def execute_model_async(self, scheduler_output: SchedulerOutput) -> PendingStep:
+        """Hand a step to the device without waiting for it; ``get_output()`` of the result does.
+
+        The plan may have been made before the last step has answered: its placeholders stand for
+        tokens and drafts that this side knows. Plans come in their order, and an executor's steps
+        are all executed in this way or all in the other.
+        """
+        return self._async_steps.submit(scheduler_output)
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """Drafts of the last step, by request id: the engine hands them to the scheduler."""
@@ -255,30 +240,21 @@ class TorchExecutor:
             self.proposer.copy_blocks([p for p in pairs if self.cache.owner[p[0]] in pages])
 
     def _forward(
-        self, scheduled: Sequence[ScheduledRequest], taps: dict[int, Tensor | None] | None
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        token_ids: Sequence[int],
+        logits_at: Sequence[int],
+        taps: dict[int, Tensor | None] | None,
+        fill_in: FillIn | None = None,
     ) -> Tensor:
         """Run the model over all rows; return logits of those that are sampled from."""
-        token_ids, logits_at = model_inputs(scheduled)
         self.last_segments = segments = [item.segment for item in scheduled]
         self.counters.forwards += 1
         self.counters.tokens += len(token_ids)
-        device, count = self.model.device, len(token_ids)
+        inputs = StepInputs(segments, token_ids, logits_at, taps, fill_in)
         if self.execution.metadata == "eager":
-            self.mixer.step = StepMetadata(self.cache, segments)
-            rows = torch.tensor(token_ids, device=device)
-            chosen = torch.tensor(logits_at, dtype=torch.int64, device=device)
-            return self.compute(rows, self.mixer, logits_at=chosen, taps=taps)
-        graphs = self.graphs
-        if graphs is not None:
-            logits = graphs.replay(
-                segments, token_ids, self.mixer, num_logits=len(logits_at), taps=taps
-            )
-            if logits is not None:
-                return logits
-        numbers = to_device(step_numbers(token_ids, segments, logits_at), device)
-        self.mixer.step = StepMetadata(self.cache, segments, numbers=numbers)
-        chosen = numbers[len(numbers) - len(logits_at) :]
-        return self.compute(numbers[:count], self.mixer, logits_at=chosen, taps=taps)
+            return inputs.run_eagerly(self.compute, self.mixer)
+        return inputs.run(self.compute, self.mixer)
 
     def _settle(self, scheduled: Sequence[ScheduledRequest], sampled: dict[str, list[int]]) -> None:
         """Make final what was computed rightly, and take back rejected drafts."""
@@ -293,32 +269,26 @@ class TorchExecutor:
             self.mixer.commit(commits)
         self.counters.checkpoint_exports += sum(item.chunk.checkpoint_at > 0 for item in scheduled)
 
-    def _propose(
-        self,
-        proposer: Proposer,
-        taps: dict[int, Tensor | None],
-        sampling: Sequence[ScheduledRequest],
-    ) -> None:
-        """Keep what the drafter reads of this step; draft for all that have a new token."""
+    def _keep_taps(self, taps: dict[int, Tensor | None]) -> None:
+        """Keep what the drafter reads of this step."""
         step, graphs = self.mixer.step, self.graphs
         if graphs is None or graphs.after is None or graphs.best is None:
-            proposer.write(taps, step.positions, step.cell_mapping[0])
-        before = proposer.num_forwards
-        drafts = proposer.propose(
+            assert self.proposer is not None
+            self.proposer.write(taps, step.positions, step.cell_mapping[0])
+
+    def _propose(self, sampling: Sequence[ScheduledRequest]) -> dict[str, Draft]:
+        """Draft for all that have a new token."""
+        assert self.proposer is not None
+        before = self.proposer.num_forwards
+        drafts = self.proposer.propose(
             [
-                DraftRequest(
-                    item.req_id,
-                    item.request.token_ids[-1],
-                    len(item.request.token_ids) - 1,
-                    item.request.block_ids[0],
-                    item.request.sampling_params,
-                    item.request.stream,
-                    item.request.slot,
-                )
+                item.draft_request(item.request.token_ids[-1], len(item.request.token_ids) - 1)
                 for item in sampling
             ]
         )
-        self.counters.drafter_forwards += proposer.num_forwards - before
+        num_forwards = self.proposer.num_forwards - before
+        self.counters.drafter_forwards += num_forwards
+        self.num_host_waits += num_forwards
         for item in sampling:
             item.request.draft = drafts[item.req_id]
-            self._drafts[item.req_id] = drafts[item.req_id].token_ids
+        return drafts

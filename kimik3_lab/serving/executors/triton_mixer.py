@@ -20,11 +20,12 @@ from weakref import WeakKeyDictionary
 import torch
 from k3_kernels import KDARecords, gated_norm, kda_conv, kda_decode, kda_prefill, kda_recover
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kimik3_lab.config import K3Config
 from kimik3_lab.reference.kda import KimiDeltaAttention
 from kimik3_lab.serving.executors.execution import ExecutionConfig
-from kimik3_lab.serving.executors.kda_states import Commit
+from kimik3_lab.serving.executors.kda_states import CommitTensors
 from kimik3_lab.serving.executors.paged_cache import PagedCache
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
 from kimik3_lab.serving.executors.pinned import to_device
@@ -328,7 +329,7 @@ class TritonMixer(PagedMixer):
 
     def _prefill_call(self, parts: Sequence[Prefill]) -> _Call:
         def numbers(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self.cache.conv.device)
+            return to_device(values, self.cache.conv.device, dtype=torch.int32)
 
         first, last = parts[0].rows.start, parts[-1].rows.stop
         groups = range(self.cache.num_state_groups)
@@ -350,42 +351,36 @@ class TritonMixer(PagedMixer):
 
     # -- after verification ----------------------------------------------------------------------
 
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """See :meth:`PagedMixer.commit`: one launch for all layers of a state group."""
-        commits = list(commits)
+    def commit_tensors(self, commits: CommitTensors) -> None:
+        """See :meth:`PagedMixer.commit_tensors`: one launch for all layers of a state group."""
+        low, number = 0, len(commits.num_accepted)
         for call in self._calls.get(self.step, []):
             if call.records:
                 # A recorded step may have empty requests behind the others.
-                size = min(call.num_sequences, len(commits))
-                members, commits = commits[:size], commits[size:]
-                self._commit_call(call, members)
-                self.counters.recovery_commits += size
+                high = min(low + call.num_sequences, number)
+                self._commit_call(call, commits.members(low, high))
+                self.counters.recovery_commits += high - low
+                low = high
 
-    def _commit_call(self, call: _Call, members: Sequence[Commit]) -> None:
-        empty = [0] * (call.num_sequences - len(members))
-        nowhere = [_NO_SLOT] * len(empty)
-        crosses = sum(c.boundary > 0 for c in members)
-        columns = [[c.num_accepted for c in members] + [1] * len(empty)]
-        if crosses:
-            columns.append([c.boundary for c in members] + empty)
-            columns += (
-                [c.boundary_rows[group] if c.boundary else _NO_SLOT for c in members] + nowhere
-                for group in range(len(self._members))
-            )
-        numbers = to_device([n for column in columns for n in column], self.cache.conv.device)
-        count, *rest = numbers.int().view(len(columns), -1)
-        boundary, *targets = rest or [None]
+    def _commit_call(self, call: _Call, members: CommitTensors) -> None:
+        size, empty = len(members.num_accepted), (0, call.num_sequences - len(members.num_accepted))
+        count, boundary = pad(members.num_accepted.int(), empty, value=1), members.boundary
+        targets: Tensor | None = None
+        if boundary is not None and members.boundary_rows is not None:
+            targets = members.boundary_rows.where(boundary > 0, _NO_SLOT).int()
+            targets, boundary = pad(targets, empty, value=_NO_SLOT), pad(boundary.int(), empty)
         for group, layer_ids in enumerate(self._members):
             A_log, dt_bias = self._decay[group]
             depth, slots = len(layer_ids), call.slots[group][:, 0].contiguous()
             kda_recover(
                 self.cache.recurrent[:depth], call.records[group], slots,
                 count, A_log, dt_bias, boundary=boundary,
-                boundary_slots=targets[group] if crosses else None,
+                boundary_slots=None if targets is None else targets[group],
                 conv_state=self.cache.conv[:depth], conv_width=self.cache.history + 1,
                 lower_bound=self.layers[layer_ids[0]].lower_bound, null_slot=_NO_SLOT,
             )  # fmt: skip
             self.counters.launches += 1
-            self.counters.kda_state_writes += depth * (len(members) + crosses)
+            written = size + members.num_boundaries
+            self.counters.kda_state_writes += depth * written
             window = self.cache.conv[0, 0, :, : self.cache.history].nbytes
-            self.counters.conv_bytes_copied += depth * (len(members) + crosses) * window
+            self.counters.conv_bytes_copied += depth * written * window

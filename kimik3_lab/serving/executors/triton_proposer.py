@@ -141,6 +141,19 @@ class TritonProposer(Proposer):
             for i, r in enumerate(requests)
         }
 
+    @torch.inference_mode()
+    def propose_async(
+        self, requests: Sequence[DraftRequest], anchors: Tensor, num_context: Tensor
+    ) -> Tensor:
+        """See :meth:`Proposer.propose_async`."""
+        self.num_forwards += 1
+        recorded, count = self.recording(requests), len(requests)
+        recorded.numbers[0, :count].copy_(anchors)
+        recorded.numbers[2, :count].copy_(num_context)
+        recorded.replay()
+        assert recorded.result is not None
+        return recorded.result[0, :count].long()
+
     def recording(self, requests: Sequence[DraftRequest]) -> DraftRecording:
         """Find or make the recording of a pass for these requests, and fill its buffers."""
         longest = max(r.num_context for r in requests) + self.num_speculative_tokens

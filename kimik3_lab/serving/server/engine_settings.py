@@ -23,7 +23,12 @@ from kimik3_lab.serving.server.options import ServeOptions
 __all__ = ["EngineSettings", "find_preset", "preset_names"]
 
 #: Fields of the two configurations that an option of the same name sets.
-_SCHEDULER_SWITCHES = ("policy", "token_budget", "long_prefill_token_threshold")
+_SCHEDULER_SWITCHES = (
+    "policy",
+    "token_budget",
+    "long_prefill_token_threshold",
+    "async_scheduling",
+)
 _CACHE_SWITCHES = (
     "enable_prefix_caching",
     "prefix_match_unit",

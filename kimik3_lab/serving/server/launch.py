@@ -22,8 +22,8 @@ import uvicorn
 from sse_starlette.sse import AppStatus
 
 from kimik3_lab.config import ConfigError, K3Config
+from kimik3_lab.serving.async_scheduler import make_scheduler
 from kimik3_lab.serving.engine import Engine
-from kimik3_lab.serving.scheduler import Scheduler
 from kimik3_lab.serving.server.app import build_app
 from kimik3_lab.serving.server.async_engine import AsyncEngine
 from kimik3_lab.serving.server.build_executor import build_executor, longest_draft
@@ -84,7 +84,7 @@ def build_engine(options: ServeOptions) -> ServedModel:
         )
     executor = build_executor(options, settings)
     try:
-        engine = Engine(Scheduler(settings.scheduler, settings.cache), executor)
+        engine = Engine(make_scheduler(settings.scheduler, settings.cache), executor)
     except ValueError as error:
         raise ServerStartError(f"cannot serve {folder}: {error}") from error
     return ServedModel(engine, tokenizer, generation_config, context)

@@ -69,7 +69,7 @@ class ServeOptions:
     batching
         ``"continuous"`` lets a request join at any step, ``"static"`` waits for a whole batch to
         end before it starts the next.
-    policy, token_budget, long_prefill_token_threshold
+    policy, token_budget, long_prefill_token_threshold, async_scheduling
         See :class:`~kimik3_lab.serving.config.SchedulerConfig`.
     max_num_seqs
         Sequences that run at once.
@@ -129,6 +129,7 @@ class ServeOptions:
     policy: str | None = None
     token_budget: str | None = None
     long_prefill_token_threshold: int | None = None
+    async_scheduling: bool | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
