@@ -13,7 +13,7 @@ from k3_kernels import tuned
 
 __all__ = ["CHUNK", "HALF", "KDAPrefillConfig", "choose_config"]
 
-#: Tokens of a chunk, and rows of it that meet keys in their middle. That is 16 rows away at most, and
+#: Tokens of a chunk, and rows of it that meet keys in their middle. That is 16 rows away at most:
 #: float32 cannot divide by the decay of more.
 CHUNK, HALF = 64, 32
 

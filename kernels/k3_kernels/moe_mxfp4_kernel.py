@@ -1,6 +1,6 @@
 """Triton code that turns packed MXFP4 words into matrix operands; used by the expert GEMMs.
 
-Needs Triton. :mod:`k3_kernels.moe_gemm` describes the packed layouts.
+Needs Triton. :mod:`k3_kernels.moe_layout` describes the packed layouts.
 
 A word of 32 bits holds eight weights of one row: four *planes* of two, one in each half of the
 word. A plane is brought to the bits ``1000_0001_1100_0000`` of both halves and is then a pair of

@@ -1,42 +1,24 @@
 """The weights of the routed experts as the kernels read them, and MXFP4's way from the checkpoint.
 
-Needs PyTorch. :mod:`k3_kernels.moe` runs the experts; lesson 04 uses both.
-
-Packed MXFP4
-------------
-A checkpoint row is ``K / 2`` bytes, low nibble first, and ``K / 32`` scale bytes. A kernel that
-reads it so spends more instructions on unpacking than a memory-bound kernel can hide: at 4.3 TB/s
-an H200 has to turn 35 weights a clock and multiprocessor into bfloat16, which leaves at most 3.6
-instructions a weight for everything. :func:`pack_mxfp4` changes the order once, when the model is
-loaded, and adds no bytes:
-
-*Tiles.* The matrix falls into tiles of 64 rows and 128 columns. A tile's words lie together (4 kB)
-and a program of the GEMM walks through consecutive tiles, so every read is long and sequential.
-Gate and up alternate tile by tile, because one program computes both. Rows and columns are filled
-up with zeros to whole tiles.
-
-*Words.* Word ``w`` of a row of a tile holds columns ``32 j + 2 w + b``: plane j = 0..3, half b.
-A group of 32 columns with one scale is then one plane of 16 words, and the scales of a row's four
-groups are one word too.
-
-*Bits.* Two layouts. ``"rotated"``: plane 3 lies where bfloat16 wants it, planes 0 and 1 one
-rotation away from there, plane 2 in the bits that are left: 9 operations for 8 weights.
-``"nibbles"``: plane j in bits 4 j to 4 j + 3 of each half, 15 operations, easier to follow.
-Instructions a weight in the gate-up loop (sm_90, 8 tokens): 2.55 and 3.2 with Triton 3.6, but 3.8
-and 3.4 with Triton 3.9, whose LLVM cuts words into halves and joins them again.
-
-*Scale bytes* are kept plus 126 if all are at most 128, which makes a byte the exponent field of the
-scale times ``2 ** 126``. Otherwise they are kept as they are (``wide``) and cost one more
-multiplication.
+Needs PyTorch. :mod:`k3_kernels.moe` runs the experts, :mod:`k3_kernels.moe_layout` says how packed
+weights lie in memory; lesson 04 uses all three.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
+
+from k3_kernels.moe_layout import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    Layout,
+    byte_table,
+    pack_scales,
+    pack_words,
+)
 
 __all__ = [
     "BF16Experts",
@@ -47,13 +29,10 @@ __all__ = [
     "random_mxfp4",
 ]
 
-TILE_ROWS, TILE_COLUMNS = 64, 128
 #: Up to this many bytes are rearranged at once; the temporary memory is some 30 times as much.
 _CHUNK_BYTES = 1 << 25
 #: Scale bytes of random experts, from the first to before the second: 2 ** -9 to 2 ** -6.
 _RANDOM_SCALES = (118, 122)
-
-Layout = Literal["rotated", "nibbles"]
 
 
 @dataclass(frozen=True)
@@ -194,7 +173,7 @@ def pack_mxfp4(
     down, down_scale
         uint8 ``[E, H, I / 2]`` (``w2``) and ``[E, H, ceil(I / 32)]``.
     layout
-        Bit layout of a word, see the module.
+        Bit layout of a word.
 
     Returns
     -------
@@ -312,64 +291,10 @@ def _pack(name: str, packed: torch.Tensor, scale: torch.Tensor, layout: Layout) 
             "the checkpoint is damaged or was quantized from values that are not finite"
         )
     wide = highest > 128
-    lookup = _lookup(layout).to(packed.device)
+    table = byte_table(layout).to(packed.device)
     step = max(1, _CHUNK_BYTES // max(1, packed[0].numel())) if experts else 1
     for first in range(0, experts, step):
         chunk = slice(first, first + step)
-        words[chunk] = _words(packed[chunk], lookup, tiles)
-        scales[chunk] = _scales(scale[chunk], tiles, wide)
+        words[chunk] = pack_words(packed[chunk], table, tiles)
+        scales[chunk] = pack_scales(scale[chunk], tiles, wide)
     return PackedMatrices(words, scales, rows, 2 * half, layout, wide)
-
-
-def _lookup(layout: Layout) -> torch.Tensor:
-    """Return int32 ``[4, 256]``: what a byte of plane j contributes to its word."""
-    byte = torch.arange(256, dtype=torch.int64)
-    low, high = byte & 15, byte >> 4
-    if layout == "nibbles":
-        planes = [(low << 4 * j) | (high << (16 + 4 * j)) for j in range(4)]
-    else:
-
-        def both(part: int, shift: int) -> torch.Tensor:
-            half = ((low & part) << shift) | ((high & part) << (16 + shift))
-            return half & 0xFFFFFFFF
-
-        # Where bfloat16 wants them: sign at 15, magnitude at 8 to 6, in both halves.
-        sign, upper, lowest = both(8, 12), both(6, 6), both(1, 6)
-
-        def right(value: torch.Tensor, bits: int) -> torch.Tensor:
-            return ((value >> bits) | (value << (32 - bits))) & 0xFFFFFFFF
-
-        whole = sign | upper | lowest
-        planes = [
-            right(whole, 4),
-            right(whole, 10),
-            right(lowest, 6) | right(sign | upper, 14),
-            whole,
-        ]
-    table = torch.stack(planes)
-    return torch.where(table >= 2**31, table - 2**32, table).to(torch.int32)
-
-
-def _words(packed: torch.Tensor, lookup: torch.Tensor, tiles: tuple[int, int]) -> torch.Tensor:
-    experts, matrices, rows, half = packed.shape
-    missing = (0, tiles[1] * 64 - half, 0, tiles[0] * TILE_ROWS - rows)
-    filled = torch.nn.functional.pad(packed, missing)
-    # expert, matrix, row tile, row, column tile, plane, word
-    grid = filled.view(experts, matrices, tiles[0], TILE_ROWS, tiles[1], 4, 16)
-    words = lookup[0][grid[..., 0, :].int()]
-    for j in range(1, 4):
-        words |= lookup[j][grid[..., j, :].int()]
-    return words.permute(0, 2, 4, 1, 3, 5)
-
-
-def _scales(scale: torch.Tensor, tiles: tuple[int, int], wide: bool) -> torch.Tensor:
-    experts, matrices, rows, groups = scale.shape
-    missing = (0, tiles[1] * 4 - groups, 0, tiles[0] * TILE_ROWS - rows)
-    filled = torch.nn.functional.pad(scale, missing).long()
-    grid = filled.view(experts, matrices, tiles[0], TILE_ROWS, tiles[1], 4)
-    if not wide:
-        grid = grid + 126
-    place = torch.tensor([1, 1 << 8, 1 << 16, 1 << 24], device=scale.device)
-    words = (grid * place).sum(-1)
-    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    return words.permute(0, 2, 4, 1, 3)

@@ -32,7 +32,7 @@ F16, BF16 = torch.float16, torch.bfloat16
 def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both configurations at token counts that the interpreter can afford."""
     limit = 10**9 if request.param == "latency" else -1
-    monkeypatch.setattr(sys.modules["k3_kernels.attn_res"], "_LATENCY_TOKENS", limit)
+    monkeypatch.setattr(sys.modules["k3_kernels.attn_res_config"], "_LATENCY_TOKENS", limit)
     return request.param
 
 
