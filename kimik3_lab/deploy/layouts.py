@@ -39,8 +39,11 @@ class Group:
         return self.parallelism.dp > 1
 
 
-def groups(spec: DeploymentSpec) -> tuple[Group, ...]:
+def groups(spec: DeploymentSpec, *, copies: bool = True) -> tuple[Group, ...]:
     """Engines of a deployment; a ``pd`` deployment needs ``prefill_nodes``.
+
+    ``copies`` lets 16 and more GPUs that only decode have a copy of the trunk each, as in the
+    recipe; without it they split it.
 
     Raises
     ------
@@ -56,7 +59,11 @@ def groups(spec: DeploymentSpec) -> tuple[Group, ...]:
     if spec.strategy != "pd":
         return (_checked(Group("serve", 0, spec.nodes, _parallelism(spec))),)
     prefill = spec.prefill_nodes
-    if spec.nodes < 2 or prefill is None or prefill >= spec.nodes:
+    if spec.nodes < 2:
+        raise LayoutError(
+            f"prefill and decode need nodes of their own: two at least, got {spec.nodes}"
+        )
+    if prefill is None or prefill >= spec.nodes:
         raise LayoutError(
             f"prefill and decode need nodes of their own: got {prefill} of {spec.nodes} for prefill"
         )
@@ -69,7 +76,7 @@ def groups(spec: DeploymentSpec) -> tuple[Group, ...]:
     decode = (spec.nodes - prefill) * sizes
     return (
         _checked(Group("prefill", 0, prefill, Parallelism(tp=tp, ep=tp))),
-        _checked(Group("decode", prefill, spec.nodes - prefill, _decode(spec, decode))),
+        _checked(Group("decode", prefill, spec.nodes - prefill, _decode(spec, decode, copies))),
     )
 
 
@@ -82,9 +89,9 @@ def _sizes(spec: DeploymentSpec) -> int:
     return MACHINES[spec.hardware].gpus
 
 
-def _decode(spec: DeploymentSpec, gpus: int) -> Parallelism:
-    """Take copies of the trunk from 16 GPUs on, as the recipe does; fewer do not hold them."""
-    if gpus >= 16 and MACHINES[spec.hardware].blackwell:
+def _decode(spec: DeploymentSpec, gpus: int, copies: bool) -> Parallelism:
+    """Take copies of the trunk from 16 GPUs on; fewer do not hold them."""
+    if copies and gpus >= 16 and MACHINES[spec.hardware].blackwell:
         return Parallelism(tp=1, dp=gpus, ep=gpus)
     return Parallelism(tp=gpus, ep=gpus)
 

@@ -166,13 +166,7 @@ def _prefix(spec: DeploymentSpec, group: Group) -> list[Option]:
     options = [
         _option("--enable-prefix-caching", None, f"{profile.why_prefix}; {moved}", RECIPE),
     ]
-    if group.role == "serve":
-        why = "hits to 128 tokens: a block has 768 to 1,664, because a KDA state must fit in it"
-        options.append(
-            _option(
-                "--prefix-match-unit", 128, why, "https://github.com/vllm-project/recipes/pull/861"
-            )
-        )
+    # The recipe has `--prefix-match-unit 128` too; `_notes` of the plan says why it is not here.
     if retention_by(spec, group) == "option":
         why = "keeps states only where somebody can resume, instead of one a block"
         source = "https://github.com/vllm-project/vllm/pull/52216"

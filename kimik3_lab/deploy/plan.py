@@ -75,17 +75,24 @@ def _resolve(spec: DeploymentSpec) -> Refusal | tuple[DeploymentSpec, tuple[Grou
     if spec.strategy != "pd":
         return _resolve_one(spec)
     tried = [
-        _resolve_one(spec.model_copy(update={"prefill_nodes": nodes})) for nodes in pd_splits(spec)
+        _resolve_one(spec.model_copy(update={"prefill_nodes": nodes}), copies=copies)
+        for nodes in pd_splits(spec)
+        for copies in (True, False)
     ]
     fitting = [outcome for outcome in tried if not isinstance(outcome, Refusal)]
     if fitting:
         return max(fitting, key=lambda outcome: outcome[1][1].data_parallel)
-    return tried[-1] if tried else _resolve_one(spec)
+    refusals = [outcome for outcome in tried if isinstance(outcome, Refusal)]
+    # What can be divided and does not fit says more than what cannot be divided.
+    divisible = [refused for refused in refusals if refused.source != _PLACEMENT]
+    return (divisible or refusals)[-1] if refusals else _resolve_one(spec)
 
 
-def _resolve_one(spec: DeploymentSpec) -> Refusal | tuple[DeploymentSpec, tuple[Group, ...]]:
+def _resolve_one(
+    spec: DeploymentSpec, *, copies: bool = True
+) -> Refusal | tuple[DeploymentSpec, tuple[Group, ...]]:
     try:
-        found = groups(spec)
+        found = groups(spec, copies=copies)
     except LayoutError as error:
         # Which sizes are near in GPUs is no help: `_nearest` looks among whole nodes.
         return Refusal(reason=error.reason, source=_PLACEMENT)
@@ -160,6 +167,8 @@ def _notes(spec: DeploymentSpec, found: tuple[Group, ...]) -> Iterator[str]:
         yield f"the router is a package of its own: pip install {ROUTER_PACKAGE}"
     if spec.strategy == "dcp" and PROFILES[spec.workload].prefix_caching:
         yield "with DCP, prefix hits may be as coarse as a block times its size (vllm#53598)"
+    if PROFILES[spec.workload].prefix_caching and spec.strategy != "pd":
+        yield from _match_unit(spec)
     if any(group.nodes > 1 for group in found) and MACHINES[spec.hardware].nvlink_across_nodes:
         yield "the trays must be of one NVLink rack; on Kubernetes, in one ComputeDomain"
     if spec.launcher == "ray":
@@ -170,6 +179,20 @@ def _notes(spec: DeploymentSpec, found: tuple[Group, ...]) -> Iterator[str]:
         yield "an H200 multiplies the experts in bfloat16 (Marlin): no 4-bit units"
     if spec.defaults == "release":
         yield "values are the release's own: two releases compared like this differ in them too"
+
+
+def _match_unit(spec: DeploymentSpec) -> Iterator[str]:
+    """Why an option of the recipe is left out: it finds more, and that is not all that it does."""
+    yield (
+        "--prefix-match-unit 128 (recipes#861) is left out: more is found, but prompts that go on "
+        "inside a block are cut into up to three passes: simulated chats get their first tokens "
+        "later (cookbook: prefix caching)"
+    )
+    if at_least(spec, "0.32.0"):
+        yield (
+            "besides, with it 0.32.0 and 0.33.0 can resume from a state that has not read as far "
+            "as its name says: wrong answers, no error (lesson 07)"
+        )
 
 
 def _nearest(spec: DeploymentSpec) -> DeploymentSpec | None:

@@ -13,6 +13,7 @@ import random
 import secrets
 from typing import Literal
 
+from kimik3_lab.deploy.flags import load_release, releases
 from kimik3_lab.deploy.plan import plan
 from kimik3_lab.deploy.spec import DeploymentSpec
 from kimik3_lab.performance.published import OUTPUT_TOKENS, PROMPT_TOKENS
@@ -73,7 +74,7 @@ def b300_pack(
     Raises
     ------
     ValueError
-        If a release was not recorded, or both are the same.
+        If a release was not recorded, or ``improved`` is not the later of the two.
 
     Examples
     --------
@@ -81,9 +82,13 @@ def b300_pack(
     >>> [arm.name for arm in pack.arms][:3], len(pack.cells)
     (['v0.27.1-k8', 'v0.27.1-k4', 'v0.27.1-k0'], 24)
     """
+    # In full, so that 0.28 and 0.28.0 are one.
+    baseline, improved = load_release(baseline).version, load_release(improved).version
+    if releases().index(baseline) >= releases().index(improved):
+        raise ValueError(
+            f"improved must be a later release than baseline, got {baseline} and then {improved}"
+        )
     moved = moved_defaults(baseline, improved)
-    if baseline == improved:
-        raise ValueError(f"baseline and improved are both {baseline}: name two releases")
     arms = [
         _arm(version, drafts, defaults, model, moved)
         for version in (baseline, improved)
@@ -150,13 +155,8 @@ def _arm(version: str, drafts: int, defaults: str, model: str | None, moved: lis
                 environment[m.name] = str(m.pin)
     return Arm(
         name=f"v{version}-k{drafts}",
-        version=node_version(version),
+        version=version,
         drafts=drafts,
         arguments=tuple(arguments),
         environment=environment,
     )
-
-
-def node_version(version: str) -> str:
-    """Return the full name of a release: ``0.29`` is short for ``0.29.0``."""
-    return DeploymentSpec(vllm=version).vllm

@@ -14,6 +14,7 @@ from collections import deque
 from typing import Protocol
 
 from kimik3_lab.serving.engine import Engine
+from kimik3_lab.serving.request_queue import FCFSRequestQueue
 from kimik3_lab.serving.scheduler import Scheduler
 from kimik3_lab.simulation.data_parallel import LockstepScheduler
 from kimik3_lab.simulation.requests import SimulationRequest, make_request
@@ -52,7 +53,7 @@ def most_admissions(scheduler: Scheduler) -> float:
     """
     config, cache = scheduler.scheduler_config, scheduler.cache_config
     sees_all = (
-        config.policy != "fcfs"
+        not isinstance(scheduler.waiting, FCFSRequestQueue)  # by priority, or a queue of one's own
         or config.batching != "continuous"
         or config.long_prefill_token_threshold > 0  # may be a fair share among all
         or isinstance(scheduler, LockstepScheduler)  # deals requests out as they come

@@ -12,8 +12,6 @@ import ast
 import hashlib
 import json
 import linecache
-import os
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from pathlib import Path
 from types import FunctionType
 
 from kimik3_lab.paths import default_model_dir
-from kimik3_lab.vllm_cpu.serve import VllmCpuError, environment, find_vllm
+from kimik3_lab.vllm_cpu.program import run_program
 
 __all__ = ["CLASS", "MODULE", "Order", "class_text", "digest", "module_text", "run_order"]
 
@@ -167,27 +165,18 @@ def run_order(
     VllmCpuError
         If there is no vLLM here, or it fails (with the end of what it printed).
     """
-    python = find_vllm(venv).with_name("python")
     folder = default_model_dir() if model is None else model
-    variables = environment() | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-    }
     with tempfile.TemporaryDirectory(prefix="k3lab-scheduler-") as place:
         name = ""
         if module is not None:
             (Path(place) / f"{MODULE}.py").write_text(module, encoding="utf-8")
             name = f"{MODULE}.{CLASS}"
-            paths = [place, *filter(None, [variables.get("PYTHONPATH")])]
-            variables["PYTHONPATH"] = os.pathsep.join(paths)
-        words = [str(python), "-c", _PROGRAM, str(folder), json.dumps(list(asked)), name]
-        done = subprocess.run(
-            words, capture_output=True, text=True, check=False, env=variables, timeout=timeout
+        answer = run_program(
+            _PROGRAM,
+            [str(folder), json.dumps(list(asked)), name],
+            import_from=Path(place),
+            venv=venv,
+            timeout=timeout,
         )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER")]
-    if done.returncode or not lines:
-        raise VllmCpuError(f"vLLM ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-    answer = json.loads(lines[0].removeprefix("ANSWER"))
     tokens = {number: tuple(ids) for number, ids in answer["done"]}
     return Order(answer["scheduler"], tuple(number for number, _ in answer["done"]), tokens)

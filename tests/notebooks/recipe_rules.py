@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from rules import Notebook
+from rules import Notebook, Rule
 
-__all__ = ["RECIPE_RULES", "recipe_faults"]
+__all__ = ["RECIPE_RULES"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_CELLS = 15
@@ -176,8 +175,8 @@ def proves_what_it_says(notebook: Notebook) -> list[str]:
     return wrong
 
 
-#: Every rule, by name.
-RECIPE_RULES: dict[str, Callable[[Notebook], list[str]]] = {
+#: Every rule for recipes, by name; `rules.faults` holds a recipe to them.
+RECIPE_RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
         is_short,
@@ -190,9 +189,3 @@ RECIPE_RULES: dict[str, Callable[[Notebook], list[str]]] = {
         proves_what_it_says,
     )
 }
-
-
-def recipe_faults(path: Path) -> list[str]:
-    """Hold one recipe to every rule for recipes; those for all notebooks come on top."""
-    notebook = Notebook(path)
-    return [f"{name}: {fault}" for name, rule in RECIPE_RULES.items() for fault in rule(notebook)]

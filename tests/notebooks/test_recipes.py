@@ -24,7 +24,7 @@ Change = Callable[[Json], object]
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_keeps_the_rules(path: Path) -> None:
-    assert recipe_rules.recipe_faults(path) == []
+    assert rules.faults(path, recipe_rules.RECIPE_RULES) == []
 
 
 def test_the_index_lists_every_recipe_and_no_other() -> None:
@@ -163,7 +163,7 @@ def _store(folder: Path, notebook: Json) -> Path:
 
 def test_a_good_recipe_has_no_faults(tmp_path: Path) -> None:
     path = _store(tmp_path, GOOD)
-    assert recipe_rules.recipe_faults(path) == []
+    assert rules.faults(path, recipe_rules.RECIPE_RULES) == []
     assert rules.faults(path) == []
 
 

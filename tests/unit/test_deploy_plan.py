@@ -236,6 +236,28 @@ def test_prefill_and_decode_get_nodes_of_their_own() -> None:
     assert deploy(nodes=4, strategy="pd", prefill_nodes=2).groups[0].layout == "TP16 EP16"
 
 
+def test_decode_nodes_split_the_trunk_where_copies_do_not_fit() -> None:
+    """A B200 cannot hold the trunk whole: 16 of them decode as TP16."""
+    found = deploy(hardware="b200", nodes=4, strategy="pd")
+    assert [group.layout for group in found.groups] == ["TP16 EP16", "TP16 EP16"]
+    assert deploy(hardware="gb300", nodes=6, strategy="pd").groups[1].layout == "TP1 DP16 EP16"
+    # The reason is what does not fit, not that one of the splits cannot be divided.
+    few = refused(hardware="b200", nodes=3, strategy="pd").refusal
+    assert "TP8 EP8 (decode) takes 214.0 GB" in few.reason
+    assert few.alternative.nodes == 4
+
+
+def test_the_match_unit_is_left_out_and_the_plan_says_why() -> None:
+    """Found by the lab: it makes prompts pass more often, and can be wrong in 0.32.0 and 0.33.0."""
+    for version, wrong in (("0.27.1", False), ("0.33.0", True)):
+        found = deploy(vllm=version, workload="chat")
+        assert "--prefix-match-unit" not in words(found, 0)
+        notes = [note for note in found.notes if "--prefix-match-unit" in note]
+        assert len(notes) == 1 and "three passes" in notes[0]
+        assert any("wrong answers" in note for note in found.notes) == wrong
+    assert not any("match-unit" in note for note in deploy(workload="published").notes)
+
+
 def test_nodes_of_one_engine_differ_in_rank_and_head_alone() -> None:
     found = deploy(hardware="b200", nodes=2, hosts=("10.0.0.1", "10.0.0.2"))
     first, second = (node.arguments() for node in found.nodes)

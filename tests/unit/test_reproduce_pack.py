@@ -125,11 +125,20 @@ def test_no_pack_is_said_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("baseline", "improved", "message"),
-    [("0.27.1", "0.27.1", "name two releases"), ("0.11.0", "0.30.0", "no options were recorded")],
+    [
+        ("0.27.1", "0.27.1", "a later release than baseline"),
+        ("0.28", "0.28.0", "got 0.28.0 and then 0.28.0"),
+        ("0.33.0", "0.27.1", "got 0.33.0 and then 0.27.1"),
+        ("0.11.0", "0.30.0", "no options were recorded"),
+    ],
 )
 def test_releases_that_cannot_be_compared(baseline: str, improved: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         b300_pack(baseline, improved)
+
+
+def test_a_release_by_its_short_name_is_the_same_release() -> None:
+    assert b300_pack("0.28", "0.30", seed=1) == b300_pack("0.28.0", "0.30.0", seed=1)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 from simulation_support import Prices, check_steps, drafting, plain, record
 
+from kimik3_lab.benchmark.window import Window
 from kimik3_lab.serving.presets import LADDER, MAIN_2026_09_13
 from kimik3_lab.simulation import SimulationError, SimulationRequest, simulate_arrivals
 from kimik3_lab.simulation.arrivals import Queue
 from kimik3_lab.simulation.door import most_admissions
+from kimik3_lab.simulation.drive import drive
 from kimik3_lab.simulation.latency_sketch import EXACT, LatencySketch
 from kimik3_lab.simulation.requests import make_request
+from kimik3_lab.simulation.run_log import RunLog
 
 CACHING = next(rung for rung in LADDER if rung.name == "sparse retention")
 
@@ -193,6 +196,38 @@ def test_a_short_door_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_how_many_a_step_can_take(settings: dict[str, Any], most: float) -> None:
     engine, _ = drafting(num_blocks=300, max_model_len=9000, scheduler=settings).make_engine()
     assert most_admissions(engine.scheduler) == most
+
+
+def test_a_queue_of_ones_own_sees_everybody() -> None:
+    """Lesson 13 puts its own queue into the scheduler: it must be able to choose among all."""
+
+    class ShortestFirst(list):  # type: ignore[type-arg]
+        def add_request(self, request: Any) -> None:
+            self.append(request)
+            self.sort(key=lambda waiting: waiting.num_prompt_tokens)
+
+        prepend_request = add_request
+
+        def peek_request(self) -> Any:
+            return self[0]
+
+        def pop_request(self) -> Any:
+            return self.pop(0)
+
+        def remove_request(self, request: Any) -> bool:
+            return False  # all of them have been taken out
+
+    engine, executor = drafting(
+        max_model_len=10_000, scheduler={"max_num_seqs": 1, "max_num_batched_tokens": 2048}
+    ).make_engine()
+    engine.scheduler.waiting = ShortestFirst()
+    assert most_admissions(engine.scheduler) == float("inf")
+    log = RunLog(Window(0.0, float("inf")), keep_records=True)
+    asked = [SimulationRequest("long", 0.0, 5000, 3), SimulationRequest("short", 0.0, 40, 3)]
+    drive(engine, executor, Queue(asked), log)
+    assert log.records is not None
+    first, _ = sorted(log.records, key=lambda record: record.end or 0.0)
+    assert first.prompt_tokens == 40
 
 
 def test_waiting_outside_takes_little_memory() -> None:
