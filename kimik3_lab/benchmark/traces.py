@@ -82,7 +82,10 @@ class TraceFile:
             if problem is not None:
                 told = f"{self.path}, {place}: {problem}"
                 if not self.skip_bad_rows:
-                    raise TraceError(told)
+                    raise TraceError(
+                        f"{told}. Mend the row, or leave such rows out: "
+                        "k3lab trace FILE --skip-bad-rows --output CLEAN.jsonl"
+                    )
                 self.bad_rows += 1
                 if len(self.first_bad_rows) < _REMEMBERED:
                     self.first_bad_rows.append(told)

@@ -10,7 +10,7 @@ those of one run; the spread over more seeds is shown beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from kimik3_lab.performance.published import BASELINE, IMPROVED, PublishedPoint, load_points
@@ -18,7 +18,7 @@ from kimik3_lab.serving.presets import MAIN_2026_09_13, V0_27_1, Preset
 from kimik3_lab.simulation.closed_loop import simulate_closed_loop
 from kimik3_lab.simulation.spec import SimulationSpec
 
-__all__ = ["PRESETS", "MakeSpec", "PointScore", "mean_errors", "score_points"]
+__all__ = ["PRESETS", "MakeSpec", "PointScore", "mean_errors", "over_seeds", "score_points"]
 
 #: What each published version is simulated with.
 PRESETS: dict[str, Preset] = {BASELINE: V0_27_1, IMPROVED: MAIN_2026_09_13}
@@ -114,6 +114,30 @@ def score_points(
             )
         )
     return scores
+
+
+def over_seeds(by_seed: Sequence[Sequence[PointScore]]) -> list[PointScore]:
+    """Join scores of the same points with other seeds: figures of the first, ranges of all.
+
+    Examples
+    --------
+    >>> point = load_points()[3]
+    >>> one, two = (score_points([point], seeds=(seed,)) for seed in (0, 1))
+    >>> over_seeds([one, two]) == score_points([point], seeds=(0, 1))
+    True
+    """
+    joined = []
+    for scores in zip(*by_seed, strict=True):
+        latencies = [end for score in scores for end in score.latency_range]
+        counts = [end for score in scores for end in score.completed_range]
+        joined.append(
+            replace(
+                scores[0],
+                latency_range=(min(latencies), max(latencies)),
+                completed_range=(min(counts), max(counts)),
+            )
+        )
+    return joined
 
 
 def mean_errors(scores: Sequence[PointScore]) -> dict[str, float]:

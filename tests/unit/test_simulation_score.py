@@ -14,10 +14,16 @@ from kimik3_lab.performance.published import load_points
 from kimik3_lab.performance.scenarios import Scenario
 from kimik3_lab.serving.presets import LADDER, V0_27_1, Preset
 from kimik3_lab.simulation import SimulationSpec, point_scores, simulate_closed_loop
-from kimik3_lab.simulation.budget_claim import BudgetAlone, budget_alone
+from kimik3_lab.simulation.budget_claim import (
+    CLAIMED_TTFT_GAIN,
+    budget_alone,
+    budget_specs,
+)
+from kimik3_lab.simulation.first_token import watch_first_token
 from kimik3_lab.simulation.json_file import write_json
 from kimik3_lab.simulation.point_scores import PointScore, mean_errors, score_points
 from kimik3_lab.simulation.refit import predict_points
+from kimik3_lab.simulation.requests import SimulationRequest
 from kimik3_lab.simulation.waterfall import waterfall
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results" / "simulated"
@@ -48,6 +54,8 @@ def test_the_published_file_holds_these_runs(scores: list[PointScore]) -> None:
         assert kept["ttft_median_ms"] == pytest.approx(score.ttft_median_ms)
         assert kept["completed_requests"] == score.completed_requests
     assert body["mean_errors"] == pytest.approx(mean_errors(scores))
+    assert body["mean_errors_by_seed"][0] == pytest.approx(body["mean_errors"])
+    assert len(body["mean_errors_by_seed"]) == len(body["seeds"]) >= 8
     assert [left["concurrency"] for left in body["leave_one_out"]] == [1, 4, 16]
     assert all(left["latency_error"] <= 5.0 for left in body["leave_one_out"])
 
@@ -111,18 +119,55 @@ class _Floor(Prices):
 
 
 def test_the_budget_alone_by_hand() -> None:
-    """K = 7: four chunks of 2,048 become one step, so three quarters of TTFT go."""
+    """K = 7. As claimed, with prefix caching: six steps become two. Without: four become one."""
     (gain,) = budget_alone((1,), priced)
-    assert gain.ttft_gain == pytest.approx(75.0)
-    assert 0 < gain.throughput_gain < 75
-    assert not gain.inside
-    assert BudgetAlone(1, 60.0, 10.0).inside
+    assert gain.ttft_gain == pytest.approx(100 * (1 - 2 / 6))
+    assert gain.ttft_mean_gain == pytest.approx(gain.ttft_gain)
+    assert gain.ttft_range == pytest.approx((gain.ttft_gain, gain.ttft_gain))
+    (without,) = budget_alone((1,), priced, prefix_caching=False)
+    assert without.ttft_gain == pytest.approx(75.0)
+    assert 0 < without.throughput_gain < 75
+    assert not without.inside and without.outside == pytest.approx(10.0)
+    assert replace(gain, ttft_gain=60.0).inside
+    assert replace(gain, ttft_gain=52.0).outside == pytest.approx(-3.0)
+
+
+@pytest.mark.parametrize(
+    ("caching", "chunks"),
+    [(True, [[1536] * 4 + [768, 1088], [6912, 1088]]), (False, [[2048] * 3 + [1856], [8000]])],
+)
+def test_chunks_end_where_blocks_end_if_prefixes_are_cached(
+    caching: bool, chunks: list[list[int]]
+) -> None:
+    """As vLLM's own arithmetic has it for blocks of 768 tokens."""
+    for spec, expected in zip(budget_specs(prefix_caching=caching), chunks, strict=True):
+        found = watch_first_token(spec, [SimulationRequest("a", 0.0, 8000, 5)], "a")
+        assert found.steps == len(expected)
+        assert found.tokens_per_step == pytest.approx(sum(expected) / len(expected))
+        assert spec.cache_config.block_size == 768
 
 
 def test_the_budget_alone_lands_where_it_claims() -> None:
-    """Nothing was fitted to it."""
+    """Nothing was fitted to it. One request: the rest is in the record."""
     (gain,) = budget_alone((1,))
     assert gain.inside
+
+
+def test_the_record_says_how_far_the_claim_is_missed() -> None:
+    body = json.loads((RESULTS / "six_points.json").read_text())
+    found = {(g["concurrency"], g["prefix_caching"]): g for g in body["budget_alone"]}
+    assert len(found) == 6
+    for gain in found.values():
+        low, high = CLAIMED_TTFT_GAIN
+        assert gain["inside"] == (low <= gain["ttft_gain"] <= high)
+        assert gain["ttft_range"][0] <= gain["ttft_gain"] <= gain["ttft_range"][1]
+    # As claimed, with prefix caching: within two points of the published range at any load.
+    assert all(low - 2 < found[c, True]["ttft_gain"] < high + 2 for c in (1, 4, 16))
+
+
+def test_a_machine_too_slow_for_the_check_says_so() -> None:
+    with pytest.raises(ValueError, match="no request ended in the 150 s of v0"):
+        budget_alone((1,), lambda preset: Priced(preset, prices=Prices(200.0)))
 
 
 # -- the waterfall --------------------------------------------------------------------------------
