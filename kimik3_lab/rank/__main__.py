@@ -2,6 +2,9 @@
 
 Needs torch, Triton and a GPU with 100 GiB; ``--micro`` takes the same steps with a tiny model in
 Triton's interpreter (``TRITON_INTERPRET=1``), to try the command without a GPU.
+
+A call with ``--output`` goes on where the last one stopped, see :mod:`kimik3_lab.rank.resume`: with
+``--time-limit`` several short calls make one ladder.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,10 @@ from kimik3_lab.config import K3Config
 from kimik3_lab.drafter_config import DSparkConfig
 from kimik3_lab.paths import data_dir
 from kimik3_lab.provenance import provenance
-from kimik3_lab.rank import curves, ladder, results, warm
+from kimik3_lab.rank import curves, ladder, results, resume, warm
 from kimik3_lab.rank.build import Sizes, rank_presets
 from kimik3_lab.rank.ladder import Bench, Plan
+from kimik3_lab.rank.rehearsal import rehearse
 from kimik3_lab.rank.step_profile import print_profile
 from kimik3_lab.rank.weights import micro_rank
 from kimik3_lab.serving.presets import MAIN_2026_09_13, Preset
@@ -108,36 +112,21 @@ def _bench(args: argparse.Namespace) -> Bench:
     return Bench(plan, config, drafter, device=device, dtype=dtype)
 
 
-def _curves(bench: Bench, preset: Preset, body: dict[str, Any], *, micro: bool) -> None:
+def _curves(bench: Bench, preset: Preset, *, micro: bool) -> Iterator[tuple[str, Any]]:
+    """Measure what is no row, part by part."""
     rung = bench.rung(preset)
-    body["distinct_experts"] = curves.distinct_experts(
-        bench, rung, (1, 3) if micro else (1, 9, 36, 144, 1024)
-    )
-    body["curves"] = {"rung": preset.name, **curves.cost_curves(bench, preset, rung)}
+    rehearse(bench, rung)
+    rows = (1, 3) if micro else (1, 9, 36, 144, 1024)
+    yield "distinct_experts", curves.distinct_experts(bench, rung, rows)
+    yield "curves", {"rung": preset.name, **curves.cost_curves(bench, preset, rung)}
     del rung
     batches = (1,) if micro else (1, 4, 16)
-    body["plain_decode"] = curves.plain_decode(bench, preset, batches)
+    yield "plain_decode", curves.plain_decode(bench, preset, batches)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    args = _parser().parse_args(argv)
-    if not args.micro and not torch.cuda.is_available():
-        print("there is no CUDA device: try --micro with TRITON_INTERPRET=1", file=sys.stderr)
-        return 2
-    if args.warm_part:
-        warm.warm_part(args.warm_part, Plan())
-        return 0
-    if args.warm:
-        return 1 if warm.warm_all(timeout=args.warm_timeout) else 0
-    began = time.perf_counter()
-
-    def tell(line: str) -> None:
-        print(f"{time.perf_counter() - began:6.1f} s  {line}", flush=True)
-
-    bench = _bench(args)
-    plan = bench.plan
-    tell(f"weights of {bench.config.num_hidden_layers} layers drawn")
+def _body(bench: Bench) -> dict[str, Any]:
+    """Return a file without rows."""
+    plan, on_gpu = bench.plan, bench.device.type == "cuda"
     body: dict[str, Any] = {
         "schema_version": 1,
         "label": ["Miniature", "Measured"],
@@ -151,52 +140,137 @@ def main(argv: Sequence[str] | None = None) -> int:
             "cell": "one wave: all requests are sent at once, and it ends with the last token",
             "seed": plan.seed,
         },
+        "sources": resume.sources(),
         "rows": [],
+        "not_measured": {},
+        "complete": False,
+        "provenance": provenance(
+            device=torch.cuda.get_device_name() if on_gpu else "cpu",
+            command="python -m kimik3_lab.rank --output data/results/h200/ladder.json",
+        ),
     }
     kernels = data_dir() / "results" / "h200" / "kernels.json"
     if kernels.is_file():
         body["operators"] = results.operators(json.loads(kernels.read_text(encoding="utf-8")))
-    on_gpu = bench.device.type == "cuda"
-    body["provenance"] = provenance(
-        device=torch.cuda.get_device_name() if on_gpu else "cpu",
-        command="python -m kimik3_lab.rank --output data/results/h200/ladder.json",
-    )
-    if bench.device.type == "cuda" and any("skinny_gemm" in p.execution for p in plan.presets):
-        body["products"] = curves.choose_products(bench)
-        tell("products with few rows measured")
-    place = {preset.name: i for i, preset in enumerate(plan.presets)}
-    stop = time.monotonic() + args.time_limit - (time.perf_counter() - began)
+    return body
 
-    def climb(presets: Sequence[Preset]) -> None:
-        for row in ladder.climb(bench, tell, presets=presets, stop=stop, failed=failed):
-            body["rows"].append(row)
-            body["rows"].sort(key=lambda r: (place[r["rung"]], r["concurrency"]))
-            tell(
+
+class _Run:
+    """One call of the command: what is measured, what is kept, and where it is written."""
+
+    def __init__(self, args: argparse.Namespace, began: float) -> None:
+        self.args, self.began = args, began
+        self.stop = time.monotonic() + args.time_limit - (time.perf_counter() - began)
+        self.bench = _bench(args)
+        self.tell(f"weights of {self.bench.config.num_hidden_layers} layers drawn")
+        self.body = _body(self.bench)
+        parts, why = resume.kept(args.output, self.body)
+        self.tell(why)
+        self.body.update(parts)
+        self.place = {preset.name: i for i, preset in enumerate(rank_presets())}
+        self.failed: dict[str, str] = {}
+
+    def tell(self, line: str) -> None:
+        """Show a line."""
+        print(f"{time.perf_counter() - self.began:6.1f} s  {line}", flush=True)
+
+    @property
+    def wants_curves(self) -> bool:
+        """Whether this call measures curves, too."""
+        return not (self.args.quick or self.args.no_curves)
+
+    def save(self) -> None:
+        """Bring the file up to date."""
+        body, presets = self.body, self.bench.plan.presets
+        body["rows"].sort(key=lambda r: (self.place[r["rung"]], r["concurrency"]))
+        lacks = resume.missing_cells(
+            body["rows"], [p.name for p in rank_presets()], list(self.bench.plan.requests)
+        )
+        asked = {p.name for p in presets}
+        body["not_measured"] = {
+            name: self.failed.get(
+                name,
+                f"not yet at concurrency {', '.join(map(str, cells))}"
+                if name in asked else "not asked for",
+            )
+            for name, cells in lacks.items()
+        }  # fmt: skip
+        body["complete"] = not lacks and all(part in body for part in resume.CURVES)
+        gained = results.gains(body["rows"], MAIN_2026_09_13.name)
+        if gained:
+            body["september_over_first"] = gained
+        results.check_rows(body["rows"])
+        if self.args.output:
+            results.save(body, self.args.output)
+
+    def products(self) -> None:
+        """Choose how products with few rows are computed: measure, or take the earlier choice."""
+        bench = self.bench
+        if bench.device.type != "cuda" or not any(
+            "skinny_gemm" in p.execution for p in bench.plan.presets
+        ):
+            return
+        if "products" in self.body:
+            bench.choices = curves.choices_of(self.body["products"])
+            return
+        self.body["products"] = curves.choose_products(bench)
+        self.tell("products with few rows measured")
+
+    def rows(self) -> None:
+        """Measure the cells that are missing, the rungs that matter most first."""
+        rows, requests = self.body["rows"], self.bench.plan.requests
+        presets = ladder.order(self.bench.plan.presets)
+        lacks = resume.missing_cells(rows, [p.name for p in presets], list(requests))
+        for row in ladder.climb(
+            self.bench, self.tell, presets=[p for p in presets if p.name in lacks],
+            cells=lacks, stop=self.stop, failed=self.failed,
+            prepare=lambda rung: rehearse(self.bench, rung),
+        ):  # fmt: skip
+            rows.append(row)
+            self.tell(
                 f"{row['rung']:24} c={row['concurrency']:<3} "
                 f"{row['output_tokens_per_s']:8.1f} tok/s  ttft {row['ttft_ms']:7.1f} ms  "
                 f"tpot {row['tpot_ms']:6.3f} ms  step {row.get('decode_step_ms', 0):6.2f} ms  "
-                f"floor {row['fraction_of_floor']:.0%}"
+                f"prompt step {row['prompt_step_ms']:6.1f} ms, longest "
+                f"{row['longest_step_ms']:6.1f}  floor {row['fraction_of_floor']:.0%}"
             )
-            if args.output:
-                results.save(body, args.output)
+            self.save()
 
-    failed: dict[str, str] = {}
-    body["not_measured"] = failed
-    inorder, last = ladder.order(plan.presets), plan.presets[-1]
-    climb(inorder[:2])
-    if not (args.quick or args.no_curves):
-        _curves(bench, last, body, micro=args.micro)
-        tell("cost curves measured")
-    climb(inorder[2:])
-    if args.profile and bench.device.type == "cuda" and time.monotonic() < stop:
-        print_profile(bench, last)
-    if {"v0.27.1", MAIN_2026_09_13.name} <= {row["rung"] for row in body["rows"]}:
-        body["september_over_first"] = results.gains(body["rows"], MAIN_2026_09_13.name)
-        tell(f"September over first: {body['september_over_first']}")
-    results.check_rows(body["rows"])
+    def curves(self) -> None:
+        """Measure the parts that are no rows, if they are missing and there is time."""
+        if all(part in self.body for part in resume.CURVES) or time.monotonic() > self.stop:
+            return
+        last = self.bench.plan.presets[-1]
+        for name, part in _curves(self.bench, last, micro=self.args.micro):
+            self.body[name] = part
+            self.tell(f"{name} measured")
+            self.save()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    began = time.perf_counter()
+    args = _parser().parse_args(argv)
+    if not args.micro and not torch.cuda.is_available():
+        print("there is no CUDA device: try --micro with TRITON_INTERPRET=1", file=sys.stderr)
+        return 2
+    if args.warm_part:
+        warm.warm_part(args.warm_part, Plan())
+        return 0
+    if args.warm:
+        return 1 if warm.warm_all(timeout=args.warm_timeout) else 0
+    run = _Run(args, began)
+    run.products()
+    run.rows()
+    if run.wants_curves:
+        run.curves()
+    if args.profile and run.bench.device.type == "cuda" and time.monotonic() < run.stop:
+        print_profile(run.bench, run.bench.plan.presets[-1])
+    run.save()
+    run.tell(f"September over first: {run.body.get('september_over_first', 'not measured yet')}")
     if args.output:
-        results.save(body, args.output)
-        tell(f"written to {args.output}")
+        state = "complete" if run.body["complete"] else "not complete: call again to go on"
+        run.tell(f"written to {args.output}, {state}")
     return 0
 
 

@@ -11,6 +11,7 @@ seed and on the position alone, so every rung of the ladder does the same work.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 
@@ -83,8 +84,15 @@ class Script:
         self.tokens_per_verify = tokens_per_verify
         self._log_rate = math.log(acceptance_rate(tokens_per_verify, num_drafts))
         self._texts: dict[int, list[int]] = {}
+        self._kept: dict[int, dict[int, int]] = {}
         #: Verifications of full drafts so far, and tokens that they yielded.
         self.num_verifications = self.num_tokens = 0
+
+    def again(self) -> Script:
+        """Return the same script for another run: it counts anew, and nothing is drawn twice."""
+        other = copy.copy(self)
+        other.num_verifications = other.num_tokens = 0
+        return other
 
     def token(self, request: int, position: int) -> int:
         """Token of a request's text."""
@@ -97,12 +105,19 @@ class Script:
             return text[start : start + count]
         return [self.token(request, start + i) for i in range(count)]
 
-    def write(self, request: int, count: int) -> None:
-        """Draw a text beforehand, so that nobody waits for it when it is timed."""
-        self._texts[request] = [self.token(request, i) for i in range(count)]
+    def write(self, request: int, count: int, first: int = 0) -> None:
+        """Draw a text beforehand, and from ``first`` on what is kept: no time is taken for it."""
+        if len(self._texts.get(request, [])) < count:
+            self._texts[request] = [self.token(request, i) for i in range(count)]
+            kept = {i: self._draw_kept(request, i) for i in range(first, count)}
+            self._kept.setdefault(request, {}).update(kept)
 
     def kept(self, request: int, position: int) -> int:
         """Drafts kept of a block whose first place is ``position``."""
+        drawn = self._kept.get(request, {}).get(position)
+        return self._draw_kept(request, position) if drawn is None else drawn
+
+    def _draw_kept(self, request: int, position: int) -> int:
         uniform = (self._number(request, position, 2) + 1) / (_MASK + 2)
         return min(self.num_drafts, int(math.log(uniform) / self._log_rate))
 

@@ -5,7 +5,7 @@ Needs torch and Triton. The rank ladder builds each rung with it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kimik3_lab.rank.acceptance import Script, ScriptedProposer
 from kimik3_lab.rank.workload import ObservedExecutor
@@ -117,6 +117,7 @@ def make_rung(
     script: Script,
     *,
     backend: str = "triton",
+    graphs: bool | None = None,
     choices: dict[tuple[int, int, int], object] | None = None,
 ) -> Rung:
     """Build a rung over a model that is shared by all.
@@ -133,10 +134,13 @@ def make_rung(
         Says tokens and acceptance.
     backend
         ``"reference"`` for tests.
+    graphs
+        Whether steps are recorded; left out, they are on a GPU.
     choices
         Measured choices for products with few rows.
     """
-    on_gpu = model.device.type == "cuda"
+    if graphs is None:
+        graphs = model.device.type == "cuda" and backend == "triton"
     limits = {
         name: value // sizes.batch
         for name, value in preset.scheduler.items()
@@ -155,9 +159,7 @@ def make_rung(
     cache_config = preset.cache_config(
         sizes.num_blocks, **{"block_size": sizes.block_size, **states}
     )
-    execution = replace(
-        ExecutionConfig.from_preset(preset), cuda_graphs=on_gpu and backend == "triton"
-    )
+    execution = ExecutionConfig.from_preset(preset, cuda_graphs=graphs)
     executor = TorchExecutor(
         model,
         cache_config,

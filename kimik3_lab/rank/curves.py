@@ -5,16 +5,18 @@ Needs torch and Triton; measures on a GPU. ``python -m kimik3_lab.rank`` calls i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from k3_kernels.few_rows import CONFIGS, FewRowsConfig
 
 from kimik3_lab.rank.build import Rung
 from kimik3_lab.rank.ladder import Bench
 from kimik3_lab.rank.step_floor import Rows
-from kimik3_lab.rank.step_times import StepTimer, measure_products
+from kimik3_lab.rank.step_times import StepTimer, choice_size, measure_products
 from kimik3_lab.serving.presets import Preset
 
-__all__ = ["choose_products", "cost_curves", "distinct_experts", "plain_decode"]
+__all__ = ["choices_of", "choose_products", "cost_curves", "distinct_experts", "plain_decode"]
 
 
 def cost_curves(bench: Bench, preset: Preset, rung: Rung) -> dict[str, Any]:
@@ -91,3 +93,14 @@ def choose_products(bench: Bench) -> list[dict[str, object]]:
     assert rung.model is not None
     bench.choices, measured = measure_products(rung.model)
     return measured
+
+
+def choices_of(
+    measured: Sequence[Mapping[str, Any]],
+) -> dict[tuple[int, int, int], FewRowsConfig | None]:
+    """Choices that an earlier call has written down."""
+    by_name: dict[str, FewRowsConfig | None] = {str(config): config for config in CONFIGS}
+    by_name["library"] = None
+    return {
+        (row["n"], row["k"], choice_size(row["rows"])): by_name[row["chosen"]] for row in measured
+    }

@@ -5,6 +5,7 @@ Needs torch and Triton; measures on a GPU. ``python -m kimik3_lab.rank`` calls i
 
 from __future__ import annotations
 
+import datetime
 import gc
 import math
 import statistics
@@ -21,7 +22,6 @@ from kimik3_lab.rank.acceptance import Script
 from kimik3_lab.rank.build import Rung, Sizes, make_rung, rank_presets
 from kimik3_lab.rank.routing_skew import load_profile, stretch
 from kimik3_lab.rank.step_floor import Part, Rows, StepFloor, expected_distinct
-from kimik3_lab.rank.step_times import StepTimer
 from kimik3_lab.rank.weights import rank_drafter, rank_model
 from kimik3_lab.rank.workload import Step, decode_seconds, run_cell
 from kimik3_lab.serving.presets import Preset
@@ -108,13 +108,15 @@ class Bench:
         self.distinct_measured: dict[int, float] = {}
         self._share = stretch(self.profile, config.num_experts).tolist()
         self._expected: dict[int, float] = {}
+        self._script = Script(
+            config.vocab_size, plan.sizes.num_drafts, plan.tokens_per_verify, plan.seed
+        )
+        #: Whether attention has seen all shapes, see :mod:`kimik3_lab.rank.rehearsal`.
+        self.attention_planned = False
 
     def script(self) -> Script:
-        """Return the same script for every cell."""
-        plan = self.plan
-        return Script(
-            self.config.vocab_size, plan.sizes.num_drafts, plan.tokens_per_verify, plan.seed
-        )
+        """Return the same script for every rung."""
+        return self._script.again()
 
     def rung(self, preset: Preset, *, speculate: bool = True) -> Rung:
         """Build a rung; whoever builds the next one lets go of it first."""
@@ -149,6 +151,7 @@ class Bench:
 
 def collect(device: torch.device) -> None:
     """Give memory of the last rung back."""
+    gc.unfreeze()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -171,7 +174,9 @@ def climb(
     bench: Bench,
     tell: Callable[[str], object] = print,
     *,
+    prepare: Callable[[Rung], object] = lambda rung: None,
     presets: Sequence[Preset] | None = None,
+    cells: Mapping[str, Sequence[int]] | None = None,
     stop: float = math.inf,
     failed: dict[str, str] | None = None,
 ) -> Iterator[dict[str, Any]]:
@@ -183,8 +188,12 @@ def climb(
         Model and plan.
     tell
         Shown a line for each rung.
+    prepare
+        Called with a rung before its cells are measured.
     presets
         Rungs, in the order of measuring; the plan's if left out.
+    cells
+        Concurrencies of each rung, by its name; all of the plan's if left out.
     stop
         Moment of :func:`time.monotonic` after which no further cell is begun.
     failed
@@ -199,9 +208,11 @@ def climb(
         rung: Rung | None = None
         try:
             rung = bench.rung(preset)
-            warm_up(bench, rung)
+            prepare(rung)
             tell(f"{preset.name}: built and recorded in {time.perf_counter() - began:.1f} s")
             for concurrency, number in bench.plan.requests.items():
+                if cells is not None and concurrency not in cells[preset.name]:
+                    continue
                 if time.monotonic() > stop:
                     failed[preset.name] = f"no time left at concurrency {concurrency}"
                     break
@@ -211,23 +222,6 @@ def climb(
             tell(f"{preset.name}: {failed[preset.name]}")
         finally:
             del rung
-
-
-def warm_up(bench: Bench, rung: Rung) -> None:
-    """Record the steps of all batch sizes, and compile what prompts use, before anything counts."""
-    sizes = bench.plan.sizes
-    if rung.graphs is not None:
-        timer = StepTimer(rung)
-        number = 1
-        while number <= max(bench.plan.requests):
-            timer.decode(number, sizes.prompt_tokens, sizes.num_drafts, replays=1)
-            number *= 2
-    script, engine = rung.script, rung.engine
-    for prompt in (min(sizes.prompt_tokens, 64), sizes.prompt_tokens):
-        run_cell(
-            engine, script, prompt_tokens=prompt, output_tokens=2 * sizes.num_drafts,
-            concurrency=1, num_requests=1, first_request=1000 + prompt,
-        )  # fmt: skip
 
 
 def measure_cell(bench: Bench, rung: Rung, concurrency: int, number: int) -> dict[str, Any]:
@@ -269,6 +263,10 @@ def measure_cell(bench: Bench, rung: Rung, concurrency: int, number: int) -> dic
         "kda_state_writes": counters.kda_state_writes,
         **floors_of_cell(steps, floor, elapsed),
     }
+    prompts = [step.seconds for step in steps if not step.decodes]
+    row["prompt_step_ms"] = 1e3 * statistics.median(prompts)
+    row["longest_step_ms"] = 1e3 * max(step.seconds for step in steps)
+    row["date_utc"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     full = decode_seconds(steps, concurrency)
     if full:
         row["decode_step_ms"] = 1e3 * statistics.median(full)

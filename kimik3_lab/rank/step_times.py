@@ -33,7 +33,7 @@ from kimik3_lab.serving.executors.triton_model import TritonK3
 from kimik3_lab.serving.executors.triton_proposer import TritonProposer
 from kimik3_lab.serving.sampling_params import SamplingParams
 
-__all__ = ["StepTimer", "device_seconds", "measure_products"]
+__all__ = ["StepTimer", "choice_size", "device_seconds", "measure_products"]
 
 
 def device_seconds(
@@ -89,8 +89,10 @@ class StepTimer:
         inner = proposer.proposer if isinstance(proposer, ScriptedProposer) else proposer
         return inner if isinstance(inner, TritonProposer) else None
 
-    def segments(self, number: int, start: int, count: int, drafts: int) -> list[Segment]:
-        """Give so many requests seats, pages and states, each its own.
+    def segments(
+        self, number: int, start: int, count: int, drafts: int, *, seat: int = 0
+    ) -> list[Segment]:
+        """Give so many requests seats from ``seat`` on, pages and states, each its own.
 
         Raises
         ------
@@ -99,22 +101,21 @@ class StepTimer:
         """
         cache = self.cache
         pages = -(-(start + count + drafts) // cache.page_size)
-        width = 1 + cache.num_scratch
-        rows = cache.recurrent.shape[1] - 1
-        if number * pages >= cache.latent.shape[1] or number * width >= rows:
+        # Layers of different groups share memory: each group has rows of its own.
+        groups, width = cache.num_state_groups, 1 + cache.num_scratch
+        rows, wanted = cache.recurrent.shape[1] - 1, seat + number
+        if wanted * pages >= cache.latent.shape[1] or wanted * groups * width >= rows:
             raise ValueError(
-                f"{number} requests of {start + count} tokens need {number * pages} pages and "
-                f"{number * width} states, there are {cache.latent.shape[1] - 1} and {rows - 1}: "
-                "give the cache more blocks"
+                f"{wanted} requests of {start + count} tokens need {wanted * pages} pages and "
+                f"{wanted * groups * width} states, there are {cache.latent.shape[1] - 1} and "
+                f"{rows - 1}: give the cache more blocks"
             )
         made = []
-        for i in range(number):
+        for i in range(seat, wanted):
             first = 1 + i * pages
             cache.set_blocks(i, 0, list(range(first, first + pages)))
-            states = [
-                StateRows(list(range(1 + i * width, 1 + (i + 1) * width)))
-                for _ in range(cache.num_state_groups)
-            ]
+            begins = [1 + (i * groups + group) * width for group in range(groups)]
+            states = [StateRows(list(range(begin, begin + width))) for begin in begins]
             made.append(Segment(i, start, count, drafts, states))
         return made
 
@@ -161,6 +162,16 @@ class StepTimer:
         executor = self.executor
         taps = None if executor.proposer is None else executor.proposer.new_taps()
         return self._eager(segments, self._tokens(count), [count - 1], taps)
+
+    def mixed(self, number: int, context: int, drafts: int, count: int) -> Callable[[], object]:
+        """Return what computes a step of ``number`` verifications and a chunk of a prompt."""
+        verified = self.segments(number, context, 1 + drafts, drafts)
+        (chunk,) = self.segments(1, 0, count, 0, seat=number)
+        rows = number * (1 + drafts) + count
+        executor = self.executor
+        taps = None if executor.proposer is None else executor.proposer.new_taps()
+        logits_at = [*range(rows - count), rows - 1]
+        return self._eager([*verified, chunk], self._tokens(rows), logits_at, taps)
 
     @torch.inference_mode()
     def distinct(self, rows: int) -> float:
@@ -247,7 +258,7 @@ def measure_products(
                 )
             # A few per cent are noise: then the library stays.
             best = min(times, key=lambda c: times[c] * (0.97 if c is None else 1.0))
-            choices[n, k, max(16, 1 << (count - 1).bit_length())] = best
+            choices[n, k, choice_size(count)] = best
             ours = min(t for c, t in times.items() if c is not None)
             measured.append(
                 {
@@ -261,6 +272,15 @@ def measure_products(
                 }
             )
     return choices, measured
+
+
+def choice_size(rows: int) -> int:
+    """Rows that a choice made for ``rows`` of them is good for.
+
+    >>> [choice_size(n) for n in (1, 18, 36)]
+    [16, 32, 64]
+    """
+    return max(16, 1 << (rows - 1).bit_length())
 
 
 def _captured_seconds(calls: Sequence[Callable[[], object]]) -> float:

@@ -47,8 +47,8 @@ class PackedLatentMoE(nn.Module):
     keep_codes
         Keep the experts as a checkpoint has them, too, so that :meth:`forward` can run. For small
         members of the family.
-    packed
-        Experts of another layer to share, for who does not mind what is computed.
+    like
+        Another layer whose experts to share, where it does not matter that layers differ.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class PackedLatentMoE(nn.Module):
         *,
         dtype: torch.dtype,
         keep_codes: bool = False,
-        packed: MXFP4Experts | None = None,
+        like: PackedLatentMoE | None = None,
     ) -> None:
         super().__init__()
         hidden, latent = config.hidden_size, config.routed_expert_hidden_size
@@ -85,9 +85,8 @@ class PackedLatentMoE(nn.Module):
                 *span, shape, dtype=torch.uint8, device=device, generator=generator
             )
 
-        self._codes = None
-        if packed is not None:
-            self.packed = packed
+        if like is not None:
+            self.packed, self._codes = like.packed, like._codes
             return
         codes = (
             draw((0, 256), experts, 2 * inner, latent // 2),
@@ -191,13 +190,13 @@ def rank_model(
     model.config = config
     share = stretch(profile, config.num_experts)
     bias = selection_bias(share, config.num_experts_per_token, LOGIT_STD).to(device)
-    packed: MXFP4Experts | None = None
+    first: PackedLatentMoE | None = None
     for layer_id in config.moe_layer_ids:
         layer = model.model.layers[layer_id]
         assert isinstance(layer, DecoderLayer)
-        moe = PackedLatentMoE(config, generator, dtype=dtype, keep_codes=keep_codes, packed=packed)
+        moe = PackedLatentMoE(config, generator, dtype=dtype, keep_codes=keep_codes, like=first)
         layer.block_sparse_moe, layer._ffn = moe, "block_sparse_moe"
-        packed = moe.packed if share_experts else None
+        first = (first or moe) if share_experts else None
     _fill(model, generator)
     for layer_id in config.moe_layer_ids:
         gate = model.model.layers[layer_id].block_sparse_moe.gate

@@ -123,7 +123,8 @@ def run_cell(
         Of each request in its order, and the seconds of the cell.
     """
     for i in range(num_requests):
-        script.write(first_request + i, prompt_tokens + output_tokens + 4 * script.num_drafts)
+        length = prompt_tokens + output_tokens + 4 * script.num_drafts
+        script.write(first_request + i, length, prompt_tokens)
     prompts = [script.tokens(first_request + i, 0, prompt_tokens) for i in range(num_requests)]
     times: dict[str, RequestTimes] = {}
     waiting = list(range(num_requests))

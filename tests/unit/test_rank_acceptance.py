@@ -34,6 +34,10 @@ def test_tokens_belong_to_request_and_position() -> None:
     )
     assert min(text) >= 3 and max(text) < 20_479
     assert len(set(text)) > 3000
+    kept = [script.kept(3, i) for i in range(60)]
+    script.write(3, 50, 20)
+    assert script.tokens(3, 0, 60) == text[:60]
+    assert [script.kept(3, i) for i in range(60)] == kept
 
 
 def verify(script: Script, drafts: list[Draft], positions: list[int]) -> list[list[int]]:
@@ -50,6 +54,17 @@ def test_what_is_kept_does_not_depend_on_how_it_was_cut() -> None:
         said += new
     assert said[:200] == script.tokens(0, 0, 200)
     assert script.num_tokens / script.num_verifications == pytest.approx(2.5, rel=0.2)
+
+
+def test_a_script_that_is_used_again_counts_anew() -> None:
+    script = Script(64, 4, 2.5)
+    script.write(0, 30)
+    verify(script, [Draft([5, 5, 5, 5])], [3])
+    again = script.again()
+    assert script.num_verifications == 1 and again.num_verifications == again.num_tokens == 0
+    assert again.tokens(0, 0, 40) == script.tokens(0, 0, 40)
+    verify(again, [Draft([5, 5, 5, 5])], [3])
+    assert again.num_tokens == script.num_tokens
 
 
 def test_without_drafts_one_token_comes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from kimik3_lab.rank import curves, ladder, results
 from kimik3_lab.rank.__main__ import micro_plan
 from kimik3_lab.rank.build import rank_presets
 from kimik3_lab.rank.ladder import Bench
+from kimik3_lab.rank.rehearsal import rehearse
+from kimik3_lab.rank.step_times import StepTimer
 from kimik3_lab.rank.weights import micro_rank
 from kimik3_lab.rank.workload import RequestTimes
+from kimik3_lab.reference.state import SequenceMixer
 from kimik3_lab.serving.executors.rejection_sampler import verify_batch
 from kimik3_lab.serving.presets import MAIN_2026_09_13
 from kimik3_lab.serving.sampling_params import SamplingParams
@@ -75,6 +79,41 @@ def test_all_rungs_say_the_same(bench: Bench) -> None:
         assert all(len(tokens) == 8 for tokens in said[preset.name])
     first, *others = said.values()
     assert all(tokens == first for tokens in others)
+
+
+@pytest.mark.parametrize("name", [MAIN_2026_09_13.name, "recovery records"])
+def test_made_up_requests_compute_what_the_model_says(bench: Bench, name: str) -> None:
+    """A prompt, and a verification behind it: each layer finds its own state, whatever its group.
+
+    Three groups share the memory of their layers. With the same rows for all three a correct
+    backend is wrong by 30 per cent in the prompt and by 100 behind it.
+    """
+    rung = bench.rung(next(p for p in bench.plan.presets if p.name == name))
+    timer, tokens = StepTimer(rung), rung.script.tokens(3, 0, 40)
+    with torch.inference_mode():
+        ids = torch.tensor(tokens)
+        truth = bench.model(ids, SequenceMixer(bench.model.new_state()))
+    (_, whole) = timer.segments(2, 0, 40, 0)
+    rows = [row for states in whole.states for row in states.rows]
+    assert len(set(rows)) == len(rows) and len(whole.states) == 3
+    taps = rung.executor.proposer.new_taps()
+    begin = dataclasses.replace(whole, count=37)
+    logits = timer._eager([begin], tokens[:37], list(range(37)), taps)()
+    torch.testing.assert_close(logits, truth[:37])
+    step = dataclasses.replace(whole, start=37, count=3, num_drafts=2)
+    logits = timer._eager([step], tokens[37:], [0, 1, 2], taps)()
+    torch.testing.assert_close(logits, truth[37:])
+
+
+def test_a_rehearsal_leaves_the_rung_idle_and_its_memory_out_of_collections(bench: Bench) -> None:
+    rung = bench.rung(MAIN_2026_09_13)
+    rehearse(bench, rung)
+    assert not rung.engine.has_unfinished_requests()
+    assert rung.script.num_tokens > 0 and gc.get_freeze_count() > 0
+    row = ladder.measure_cell(bench, rung, 2, 2)
+    assert row["output_tokens"] == 16 and row["longest_step_ms"] >= row["prompt_step_ms"] > 0
+    ladder.collect(bench.device)
+    assert gc.get_freeze_count() == 0
 
 
 def test_curves_and_plain_steps_have_their_floors(bench: Bench) -> None:
