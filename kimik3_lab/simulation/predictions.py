@@ -279,7 +279,7 @@ def predict_all() -> Iterator[dict[str, Any]]:
         cell = replace(first, num_drafts=7, acceptance=acceptance)
         found = cell.spread([(1.0, cell.decode(1))])
         yield cell.row(
-            f"gb300-dspark7-c1-al{acceptance}",
+            "gb300-dspark7-c1",
             1,
             "decode rate per user",
             "tok/s",
