@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from kimik3_lab.drafter_config import DSparkConfig
+from kimik3_lab.reference import meta
 from kimik3_lab.reference.checkpoint import (
     INDEX_FILE,
     CheckpointError,
@@ -100,7 +101,7 @@ def load(
         stored = open_tensors(folder, files)
         _check(stored, config)
         drafter = DSparkDrafter(config, dtype=dtype, device="meta")
-        drafter = drafter.to_empty(device=torch.get_default_device() if device is None else device)
+        meta.allocate(drafter, device)
         for name, parameter in drafter.named_parameters():
             parameter.copy_(stored[name].read())
     return drafter.eval().requires_grad_(False)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kimik3_lab.drafter_config import DSparkConfig
-from kimik3_lab.reference import mla
+from kimik3_lab.reference import meta, mla
 from kimik3_lab.reference.norms import RMSNorm, compute_dtype
 from kimik3_lab.reference.rope import rotate, yarn_attention_factor, yarn_frequencies
 
@@ -115,7 +115,7 @@ class MarkovHead(nn.Module):
     ) -> None:
         super().__init__()
         vocab, rank = config.vocab_size, config.markov_rank
-        self.markov_w1 = nn.Embedding(vocab, rank, dtype=dtype, device=device)
+        self.markov_w1 = meta.embedding(vocab, rank, dtype=dtype, device=device)
         self.markov_w2 = nn.Linear(rank, vocab, bias=False, dtype=dtype, device=device)
 
     def bias(self, embedding: Tensor) -> Tensor:

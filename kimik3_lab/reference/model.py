@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kimik3_lab.config import K3Config
+from kimik3_lab.reference import meta
 from kimik3_lab.reference.kda import KimiDeltaAttention
 from kimik3_lab.reference.mixer import Mixer
 from kimik3_lab.reference.mla import MultiHeadLatentAttention
@@ -84,7 +85,7 @@ class K3Model(nn.Module):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         to = {"dtype": dtype, "device": device}
-        self.embed_tokens = nn.Embedding(config.vocab_size, hidden, **to)
+        self.embed_tokens = meta.embedding(config.vocab_size, hidden, **to)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer_id, **to) for layer_id in range(config.num_hidden_layers)
         )
@@ -159,7 +160,8 @@ class K3ForCausalLM(nn.Module):
         Skips the default initialisation, which takes time and draws from torch's global generator.
         """
         model = cls(config, dtype=dtype, device="meta")
-        return model.to_empty(device=torch.get_default_device() if device is None else device)
+        meta.allocate(model, device)
+        return model
 
     @property
     def dtype(self) -> torch.dtype:

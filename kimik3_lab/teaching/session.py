@@ -13,6 +13,7 @@ A recipe of the cookbook begins likewise, with ``lab.recipe("name_of_its_file")`
 from __future__ import annotations
 
 import datetime
+import importlib
 import importlib.util
 import json
 import os
@@ -172,6 +173,7 @@ def _begin(name: str, kind: str, title: str, value: int) -> Session:
     seed(value)
     _use_one_thread()
     if importlib.util.find_spec("plotly") is not None:
+        _import_nbformat()
         from kimik3_lab.teaching.plots import use_style
 
         use_style()
@@ -242,6 +244,22 @@ def _use_one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def _import_nbformat() -> None:
+    """Import nbformat, with which plotly shows figures, in a fraction of its time.
+
+    It imports jsonschema, which imports parsers of addresses in any script if they are installed;
+    to build them takes one or two seconds. Nobody here checks such an address.
+    """
+    parsers = "rfc3987_syntax"
+    if parsers in sys.modules or importlib.util.find_spec("nbformat") is None:
+        return
+    sys.modules[parsers] = None  # type: ignore[assignment]  # "not installed", for a moment
+    try:
+        importlib.import_module("nbformat")
+    finally:
+        del sys.modules[parsers]
 
 
 def _banner(session: Session, kind: str) -> str:

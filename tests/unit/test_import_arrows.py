@@ -324,7 +324,10 @@ def test_light_parts_load_nothing_heavy(module: str) -> None:
 
 
 def test_an_engine_starts_without_pytorchs_compiler() -> None:
-    """It takes seconds to load, and every server would wait for it."""
+    """It takes seconds to load, and every server would wait for it; the model does without, too."""
     command = [sys.executable, "-c", "import sys, kimik3_lab.serving.executors.torch_executor\n"
-               "sys.exit('torch._dynamo' in sys.modules)"]  # fmt: skip
+               "from kimik3_lab.paths import default_model_dir\n"
+               "from kimik3_lab.reference import checkpoint\n"
+               "checkpoint.load(default_model_dir())\n"
+               "sys.exit(bool({'torch._dynamo', 'sympy'} & set(sys.modules)))"]  # fmt: skip
     assert subprocess.run(command).returncode == 0

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -190,3 +191,13 @@ def test_a_lesson_takes_one_thread_unless_the_reader_chose(
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+def test_figures_are_made_ready_without_parsers_of_addresses() -> None:
+    """They take longer to build than all else that a lesson imports for its figures."""
+    code = (
+        "import sys; from kimik3_lab.teaching import session; session._import_nbformat();"
+        "print([name in sys.modules for name in ('nbformat', 'jsonschema', 'rfc3987_syntax')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[True, True, False]"
