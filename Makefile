@@ -14,6 +14,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q
+# Only notebooks need nbval, whose import takes each process seconds. A test process takes over tests of
+# the other when it has none left; until then a file stays in one process, and so do its fixtures.
+TEST := $(PYTEST) -p no:nbval -n $(JOBS) --dist worksteal
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # A virtual environment works only where it was made: make a new one in a checkout that moved.
@@ -63,12 +66,14 @@ lab: install  ## open JupyterLab at the first lesson
 	@$(BIN)/k3lab lab
 
 test: install  ## run every check: style, types, tests, examples in docstrings, all notebooks
-	@start=$$(date +%s); \
+	@start=$$(date +%s); took=; \
 	for step in lint types python-tests static doctest notebooks; do \
-	  printf '\n== %s\n' "$$step"; \
+	  printf '\n== %s\n' "$$step"; began=$$(date +%s); \
 	  $(MAKE) --no-print-directory "$$step" || { \
 	    echo "make test: FAILED in $$step after $$(( $$(date +%s) - start )) s (again: make $$step)" >&2; exit 1; }; \
+	  took="$$took $$step $$(( $$(date +%s) - began )) s,"; \
 	done; \
+	echo "make test: $${took%,}"; \
 	echo "make test: all passed in $$(( $$(date +%s) - start )) s: style, types, unit, kernel, property and oracle tests, docstring examples, notebooks"
 
 lint: install  ## check style and format of code and notebooks
@@ -84,16 +89,16 @@ types: install  ## check types
 
 .PHONY: python-tests
 python-tests: install
-	@$(PYTEST) -n $(JOBS) tests/unit tests/kernels tests/property tests/oracle
+	@$(TEST) tests/unit tests/kernels tests/property tests/oracle
 
 unit kernels property oracle: install  ## run one folder of tests
-	@$(PYTEST) -n $(JOBS) tests/$@
+	@$(TEST) tests/$@
 
 static: install  ## check the notebooks' form, without running them
-	@$(PYTEST) tests/notebooks
+	@$(PYTEST) -p no:nbval tests/notebooks
 
 doctest: install  ## run the examples in docstrings
-	@$(PYTEST) --doctest-modules kimik3_lab kernels/k3_kernels
+	@$(TEST) --doctest-modules kimik3_lab kernels/k3_kernels
 
 # Your own predictions stay untouched: conftest.py gives the tests a folder of their own.
 notebooks: install  ## run every notebook on the CPU and compare the outputs that are promised

@@ -6,7 +6,9 @@ import functools
 import itertools
 import os
 import shutil
+import sys
 import tempfile
+import types
 
 import pytest
 
@@ -24,6 +26,32 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     # Tests run in parallel processes: more threads in each would only get in each other's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Once Triton's interpreter is imported, let it exchange Triton's functions once only."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is not None and not hasattr(interpreter, "exchanged_by_the_lab"):
+        interpreter.exchanged_by_the_lab = True
+        _exchange_once(interpreter)
+
+
+def _exchange_once(interpreter: types.ModuleType) -> None:
+    """Leave ``triton.language`` as the interpreter needs it, for the rest of the process.
+
+    Before each launch, and again before each call of a function inside a kernel, the interpreter
+    goes through all names of ``triton.language`` to put its own functions in their places: a third
+    of the time of a small kernel. It puts the same ones there each time.
+    """
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return  # another Triton, which does it in another way
+    import triton.language as tl
+
+    # It looks for the modules among the global names of a function.
+    everything = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
+    interpreter._patch_lang(everything)
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
 
 
 def _talk_to_kernels_through_files(folder: str) -> None:

@@ -7,9 +7,12 @@ kernels in its own cache, keyed by their source, so a second run only reads repo
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -96,7 +99,8 @@ def compile_rows(rows: Sequence[Row], *, package_dir: Path, timeout: float = 300
     return [Report(**report) for report in reports]
 
 
-def _compile(row: Row) -> Report:
+def _compile(row: Row) -> tuple[Report, str, bytes]:
+    """Return the report without opcodes, the target as nvdisasm calls it, and the machine code."""
     import importlib
 
     import triton
@@ -139,30 +143,79 @@ def _compile(row: Row) -> Report:
             text=True,
             check=True,
         )
-        code = subprocess.run(
-            [tools / "nvdisasm", "-c", cubin.name], capture_output=True, text=True, check=False
-        )
     usage = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", dump.stdout + dump.stderr))
-    if set(usage) != {"REG", "STACK", "LOCAL"}:
+    target = re.search(r"^\.target sm_(\w+)", compiled.asm["ptx"], flags=re.MULTILINE)
+    if set(usage) != {"REG", "STACK", "LOCAL"} or target is None:
         raise ValueError(f"cuobjdump gave no resource usage for {row}: {dump.stdout}{dump.stderr}")
-    # An address in a comment, perhaps a predicate, the name, and behind a dot its variants.
-    opcodes = Counter(
-        re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", code.stdout)
-    )
-    # Triton 3.6 brings a disassembler that is older than its compiler for Blackwell.
-    if not opcodes and "Cannot decode architecture" not in code.stderr:
-        raise ValueError(f"nvdisasm shows no instruction of {row}: {code.stdout}{code.stderr}")
     # Dynamic shared memory is not in the cubin; Triton knows how much it will ask for.
-    return Report(
-        int(usage["REG"]),
-        int(usage["STACK"]),
-        int(usage["LOCAL"]),
-        compiled.metadata.shared,
-        dict(opcodes),
+    report = Report(
+        int(usage["REG"]), int(usage["STACK"]), int(usage["LOCAL"]), compiled.metadata.shared, {}
     )
+    return report, f"SM{target[1]}", _machine_code(compiled.asm["cubin"])
+
+
+def _machine_code(cubin: bytes) -> bytes:
+    """Return the sections ``.text.*`` of a 64-bit ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<3H", cubin, 58)
+    # Of each section: its name's place among the names, and the file offset and length.
+    sections = [
+        (where, *struct.unpack_from("<2Q", cubin, table + i * size + 24))
+        for i in range(count)
+        for (where,) in [struct.unpack_from("<I", cubin, table + i * size)]
+    ]
+    first_name = sections[names][1]
+    return b"".join(
+        cubin[offset : offset + length]
+        for where, offset, length in sections
+        if cubin.startswith(b".text.", first_name + where)
+    )
+
+
+def _opcodes(target: str, codes: Sequence[bytes]) -> list[dict[str, int]]:
+    """Count the instructions of every code by name, none if there is no disassembler for it.
+
+    All in one call: starting ``nvdisasm`` takes longer than what it then does.
+    """
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".bin") as binary:
+        binary.write(b"".join(codes))
+        binary.flush()
+        shown = subprocess.run(
+            [tool, "--binary", target, binary.name], capture_output=True, text=True, check=False
+        )
+    # Triton 3.6 brings a disassembler that is older than its compiler for Blackwell.
+    if "is not defined for option 'binary'" in shown.stderr:
+        return [{} for _ in codes]
+    # An address in a comment, perhaps a predicate, the name, and behind a dot its variants.
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", shown.stdout)
+    ends = list(itertools.accumulate(len(code) for code in codes))
+    counts: list[Counter[str]] = [Counter() for _ in codes]
+    for address, name in found:
+        counts[bisect.bisect_right(ends, int(address, 16))][name] += 1
+    if shown.returncode or not all(counts):
+        raise ValueError(f"nvdisasm shows not all instructions for {target}: {shown.stderr}")
+    return [dict(count) for count in counts]
+
+
+def main() -> None:
+    """Read rows from standard input and print their reports."""
+    requested = [Row(**row) for row in json.load(sys.stdin)]
+    with ProcessPoolExecutor(min(4, os.cpu_count() or 1, len(requested))) as pool:
+        compiled = list(pool.map(_compile, requested))
+        by_target: dict[str, list[int]] = {}
+        for i, (_, target, _) in enumerate(compiled):
+            by_target.setdefault(target, []).append(i)
+        codes = [[compiled[i][2] for i in rows] for rows in by_target.values()]
+        counted = list(pool.map(_opcodes, by_target, codes))
+    reports = [asdict(report) for report, _, _ in compiled]
+    for rows, counts in zip(by_target.values(), counted, strict=True):
+        for i, count in zip(rows, counts, strict=True):
+            reports[i]["opcodes"] = count
+    print(json.dumps(reports))
 
 
 if __name__ == "__main__":
-    requested = [Row(**row) for row in json.load(sys.stdin)]
-    with ProcessPoolExecutor(min(4, os.cpu_count() or 1, len(requested))) as pool:
-        print(json.dumps([asdict(report) for report in pool.map(_compile, requested)]))
+    main()

@@ -7,6 +7,9 @@ writes the counts of the version at hand.
 
 from __future__ import annotations
 
+import json
+import os
+from dataclasses import asdict
 from pathlib import Path
 
 import aot
@@ -14,6 +17,7 @@ import baseline
 import pytest
 from attn_res_rows import attn_res_rows
 from decode_rows import decode_rows
+from filelock import FileLock
 from kda_rows import kda_rows
 from mla_rows import mla_rows
 from moe_rows import moe_rows
@@ -42,9 +46,18 @@ LARGE = [
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, aot.Report]:
-    package_dir = Path(k3_kernels.__file__).parents[1]
-    compiled = aot.compile_rows(ROWS, package_dir=package_dir, timeout=1200)
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, aot.Report]:
+    """Compile all rows once, even if several test processes share these tests."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # the folder of all of them
+    file = folder / "reports.json"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            package_dir = Path(k3_kernels.__file__).parents[1]
+            compiled = aot.compile_rows(ROWS, package_dir=package_dir, timeout=1200)
+            file.write_text(json.dumps([asdict(report) for report in compiled]), encoding="utf-8")
+    compiled = [aot.Report(**report) for report in json.loads(file.read_text(encoding="utf-8"))]
     return {str(row): report for row, report in zip(ROWS, compiled, strict=True)}
 
 

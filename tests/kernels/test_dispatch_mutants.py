@@ -67,8 +67,8 @@ MUTANTS = [
 
 def first_failure(device: str) -> str | None:
     """Run the check over the cases with one launch and with two, up to the first failure."""
-    for config in (ONE, SLICES):
-        for case in CASES:
+    for case in CASES:
+        for config in (ONE, SLICES):
             try:
                 check(case, device, config)
             except (AssertionError, IndexError) as error:  # a wild index may also be refused

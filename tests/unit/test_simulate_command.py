@@ -150,7 +150,11 @@ def test_a_made_up_workload() -> None:
         (("--set", "max_num_batched_tokens=4"), "leaves -7164 tokens to schedule"),
         (("--assume", "luck=1"), "no choice 'luck'; there are: "),
         (("--assume", "acceptance_length=40"), "brings 1 to 9 tokens on average"),
-        (("--prompt-tokens", "3000000"), "no request of this size can run"),
+        # One run: four would be shared out to processes, as they are for --duration below.
+        (
+            ("--preset", "v0.27.1", "--concurrency", "1", "--prompt-tokens", "3000000"),
+            "no request of this size can run",
+        ),
         (("--rate-scale", "2"), "need --trace or --workload"),
         (("--trace", "/nowhere.jsonl"), "no trace at /nowhere.jsonl"),
         (("--workload", "noise"), "no workload 'noise'"),
