@@ -72,7 +72,7 @@ class GenerationResult:
 class EngineStats:
     """What an engine has done since it was made, and what it holds now.
 
-    ``num_steps`` counts calls of the executor, ``num_failed_steps`` those that raised;
+    ``num_steps`` counts steps that the executor was given, ``num_failed_steps`` those that raised;
     ``num_scheduled_tokens`` and ``num_generated_tokens`` count tokens of the others.
     ``num_wasted_tokens`` of the scheduled ones were computed for requests that had ended before
     the step answered: in the step before it, or by an abort (asynchronous scheduling).
@@ -87,7 +87,7 @@ class EngineStats:
 
     @property
     def num_forwards(self) -> int:
-        """Steps that an executor completed, each one forward pass over all its tokens."""
+        """Steps that did not fail, each one forward pass over all its tokens."""
         return self.num_steps - self.num_failed_steps
 
 

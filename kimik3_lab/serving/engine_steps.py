@@ -64,7 +64,8 @@ class EngineSteps:
     Attributes
     ----------
     num_steps, num_failed_steps : int
-        Steps begun, and those of them that raised.
+        Steps begun, and those of them that raised. A plan without tokens only brings the executor
+        news of who has left, while it waits for what is in flight; it is no step.
     num_scheduled_tokens, num_generated_tokens, num_wasted_tokens : int
         Rows of the steps that answered, tokens that came of them, and rows of requests that had
         ended before the answer.
@@ -96,18 +97,22 @@ class EngineSteps:
         if not self.scheduler.has_requests():
             return self._answer() if self._in_flight else []
         plan = self.scheduler.schedule()
-        self.num_steps += 1
+        self.num_steps += bool(plan.scheduled)
         ahead = self.runs_ahead
         try:
             output = self._execute(plan, ahead=ahead)
         except Exception:
             _log_failure([plan])
-            # Those before it have done nothing wrong, and their requests want their tokens.
-            return [*self.drain(), *self._fail([plan])]
+            try:
+                # Those before it have done nothing wrong, and their requests want their tokens.
+                news = self.drain()
+            finally:  # also if that is interrupted
+                failed = self._fail([plan])
+            return [*news, *failed]
         except BaseException:  # an interrupt: end the requests too, then let it through
-            plans = [*(step.plan for step in self._in_flight), plan]
-            self._in_flight.clear()
-            self._fail(plans)
+            before = self._take_in_flight()
+            self._fail([*(step.plan for step in before), plan])
+            _let_finish(before)
             raise
         samples = frozenset(r.request_id for r in plan.scheduled if not r.is_prefill_chunk)
         step = _InFlight(plan, samples, output)
@@ -133,6 +138,11 @@ class EngineSteps:
             return output
         return _Answered(self.executor.execute_model(plan))
 
+    def _take_in_flight(self) -> list[_InFlight]:
+        steps = list(self._in_flight)
+        self._in_flight.clear()
+        return steps
+
     def _answer(self, step: _InFlight | None = None) -> list[EngineCoreOutput]:
         """Wait for a step, the oldest in flight if left out, and book it."""
         ahead = step is None
@@ -142,17 +152,14 @@ class EngineSteps:
             self._check_result(step, result)
         except BaseException as error:
             # What runs behind it may have read what it left: blocks by their hash, states, tokens.
-            plans = [step.plan]
-            while self._in_flight:
-                later = self._in_flight.popleft()
-                plans.append(later.plan)
-                with contextlib.suppress(Exception):
-                    later.output.get_output()
-            if isinstance(error, Exception):
-                _log_failure(plans)
-                return self._fail(plans, late=ahead)
-            self._fail(plans, late=ahead)
-            raise
+            behind = self._take_in_flight()
+            plans = [step.plan, *(later.plan for later in behind)]
+            failed = self._fail(plans, late=ahead)  # before waiting, which may be interrupted
+            _let_finish(behind)
+            if not isinstance(error, Exception):
+                raise
+            _log_failure(plans)
+            return failed
         plan = step.plan
         counts = plan.num_scheduled_tokens.values()
         for request, num_tokens in zip(plan.scheduled, counts, strict=True):
@@ -175,7 +182,7 @@ class EngineSteps:
         A step that fails when it is answered may have left hashes of blocks that nobody computed,
         also with requests that have lost their blocks since; then all hashes are forgotten.
         """
-        self.num_failed_steps += len(plans)
+        self.num_failed_steps += sum(bool(plan.scheduled) for plan in plans)
         if late or len(plans) > 1:
             self.scheduler.kv_cache_manager.block_pool.forget_all_hashes()
         return [news for plan in plans for news in self.scheduler.fail_step(plan)]
@@ -192,6 +199,13 @@ class EngineSteps:
                     f"the executor returned {sampled.get(request.request_id)} for {request!r}, "
                     f"expected {'a new token' if samples else 'an empty list inside the prompt'}"
                 )
+
+
+def _let_finish(steps: Sequence[_InFlight]) -> None:
+    """Wait for steps whose outputs nobody wants any more: the executor keeps them until then."""
+    for step in steps:
+        with contextlib.suppress(Exception):
+            step.output.get_output()
 
 
 def _log_failure(plans: Sequence[SchedulerOutput]) -> None:

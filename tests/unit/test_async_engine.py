@@ -88,6 +88,7 @@ def test_a_step_is_begun_before_the_last_one_is_asked_for() -> None:
         "execute 1", "execute 2", "answer 1", "execute 3", "answer 2", "execute 3", "answer 3",
     ]  # fmt: skip
     assert engine.stats().num_wasted_tokens == 0  # who is sure to end is not planned again
+    assert engine.stats().num_forwards == executor.count == 3  # a plan without tokens is no step
 
 
 def test_who_ends_unforeseen_is_computed_once_more_and_not_heard() -> None:
@@ -157,6 +158,23 @@ def test_an_interrupt_ends_all_and_goes_through(when: str) -> None:
         engine.step()
     assert not engine.has_unfinished_requests()
     assert engine.stats().scheduler.kv_cache_usage == 0.0
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_interrupt_of_the_wait_behind_a_failure_ends_all(begun: bool) -> None:
+    engine, executor = make_engine()
+    if begun:  # the first step fails, then the wait for the second is interrupted
+        executor.late |= {1: RuntimeError("illegal memory access"), 2: KeyboardInterrupt()}
+    else:  # the second fails, then the wait for the first is interrupted
+        executor.early[2], executor.late[1] = RuntimeError("no memory"), KeyboardInterrupt()
+    engine.add_request(Request("a", [5] * 3, max_tokens=4))
+    engine.step()
+    engine.add_request(Request("b", [5] * 3, max_tokens=4))
+    with quiet(), pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert not engine.has_unfinished_requests()
+    assert engine.stats().scheduler.kv_cache_usage == 0.0
+    assert engine.stats().num_failed_steps == 2
 
 
 def test_an_executor_that_answers_at_once_is_not_asked_for_more() -> None:

@@ -334,6 +334,24 @@ def test_logits_without_a_largest_end_what_is_in_flight(
     assert [r.finish_reason for r in generate(engine)] == ["length"] * 4
 
 
+def test_an_interrupted_step_is_not_kept_for_ever(
+    model: K3ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(model, ahead=True)
+    executor = engine.executor
+
+    def interrupt(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    engine.add_request(Request("a", PROMPTS[0]))
+    engine.step()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(executor.mixer, "mla", interrupt)
+        engine.step()
+    assert [r.finish_reason for r in generate(engine)] == ["length"] * 4
+    assert len(executor.async_steps._pending) <= 2 < engine.stats().num_forwards
+
+
 def test_a_scheduler_without_placeholders_is_refused(model: K3ForCausalLM) -> None:
     cache = CacheConfig(8)
     scheduler = Scheduler(SchedulerConfig(2, 64, 128, async_scheduling=True), cache)

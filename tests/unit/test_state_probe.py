@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from executor_world import GuessingDrafter, micro_model
 
-from kimik3_lab.serving import CacheConfig, Engine, Request, Scheduler, SchedulerConfig
+from kimik3_lab.serving import CacheConfig, Engine, Request, SchedulerConfig, make_scheduler
+from kimik3_lab.serving.executors.async_states import AsyncKdaStates
 from kimik3_lab.serving.executors.kda_states import KdaStates
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
-from kimik3_lab.serving.executors.state_probe import StateProbe, WrongState, read_state
+from kimik3_lab.serving.executors.state_copies import read_state
+from kimik3_lab.serving.executors.state_probe import StateProbe, WrongState
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,6 +41,7 @@ def watched(
     *,
     drafts: int = 0,
     seats: int = 1,
+    ahead: bool = False,
     known: dict[tuple[int, ...], Any] | None = KNOWN,
 ) -> StateProbe:
     """Serve the prompts and return the probe."""
@@ -51,8 +54,8 @@ def watched(
         speculation = {"speculative_method": "dspark", "num_speculative_tokens": drafts}
     executor = TorchExecutor(model, config, seats, drafter=drafter)  # type: ignore[arg-type]
     probe = StateProbe(executor, known=known)
-    scheduler = Scheduler(SchedulerConfig(seats, 64, 96, **speculation), config)  # type: ignore[arg-type]
-    engine = Engine(scheduler, executor)
+    scheduling: Any = {"async_scheduling": ahead, **speculation}
+    engine = Engine(make_scheduler(SchedulerConfig(seats, 64, 96, **scheduling), config), executor)
     for name, prompt in PROMPTS.items():
         engine.add_request(Request(name, prompt, max_tokens=TOKENS))
     while engine.has_unfinished_requests() and probe.first is None:
@@ -67,10 +70,13 @@ def first(probe: StateProbe) -> WrongState:
 
 @pytest.mark.parametrize("cache", [{}, HITS], ids=["seats", "hits"])
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_a_right_executor_has_right_states(model: Any, cache: dict[str, Any], drafts: int) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_right_executor_has_right_states(
+    model: Any, cache: dict[str, Any], drafts: int, ahead: bool
+) -> None:
     if drafts and cache:
         cache = {"num_kda_groups": 2, "enable_prefix_caching": True}
-    probe = watched(model, cache, drafts=drafts, seats=1 if cache else 3)
+    probe = watched(model, cache, drafts=drafts, seats=1 if cache else 3, ahead=ahead)
     assert probe.first is None and probe.num_steps > 3
 
 
@@ -103,6 +109,38 @@ def test_drafts_that_stay(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KdaStates, "accept", accept_all)
     found = first(watched(model, {}, drafts=3, seats=3))
     assert found.part == "state and window" and "with all 3 drafts" in found.looks_like
+
+
+@pytest.mark.parametrize("states", ["slots", "records"])
+def test_drafts_that_stay_in_a_step_in_flight(
+    model: Any, monkeypatch: pytest.MonkeyPatch, states: str
+) -> None:
+    settle = AsyncKdaStates.settle
+
+    def accept_all(self: Any, verified: Any, starts: Any, counts: Any) -> Any:
+        rows = counts.new_tensor([chunk.stop - chunk.start for chunk in verified])
+        return settle(self, verified, starts, rows)
+
+    monkeypatch.setattr(AsyncKdaStates, "settle", accept_all)
+    cache = {"speculative_states": states}
+    found = first(watched(model, cache, drafts=3, seats=3, ahead=True))
+    assert found.part == "state and window" and "with all 3 drafts" in found.looks_like
+
+
+def test_an_id_that_is_used_again(model: Any) -> None:
+    config = CacheConfig(60, 16)
+    executor = TorchExecutor(model, config, 1)
+    probe = StateProbe(executor, known=KNOWN)
+    scheduling = SchedulerConfig(1, 64, 96, async_scheduling=True)
+    engine = Engine(make_scheduler(scheduling, config), executor)
+    for prompt in (PROMPTS["a"], PROMPTS["c"][3:]):
+        engine.abort("a")  # its last step is still in flight
+        engine.add_request(Request("a", prompt, max_tokens=TOKENS))
+        engine.step()
+        engine.step()
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert probe.first is None and probe.num_steps == engine.stats().num_steps
 
 
 def test_a_hit_that_starts_from_zero(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

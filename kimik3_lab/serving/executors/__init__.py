@@ -39,6 +39,7 @@ __all__ = [
     "rejection_sampler",
     "request_states",
     "sampler",
+    "state_copies",
     "state_probe",
     "step_counters",
     "step_inputs",

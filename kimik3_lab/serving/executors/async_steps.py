@@ -61,19 +61,22 @@ class AsyncSteps:
     ----------
     tables : SeatTables
         What the device knows of each seat.
+    is_used : bool
+        Whether steps are executed in this way: then the tables know how far requests have come.
     """
 
     def __init__(self, executor: TorchExecutor) -> None:
         self.executor = executor
         drafts, device = executor.num_speculative_tokens, executor.model.device
         self.tables = SeatTables(executor.max_num_seqs, drafts, device)
+        self.is_used = False
         self._states = AsyncKdaStates(executor.states, self.tables, drafts)
         self._pending: deque[PendingStep] = deque()
         self._newest: PendingStep | None = None
 
     def submit(self, plan: SchedulerOutput) -> PendingStep:
         """Hand a step to the device."""
-        executor = self.executor
+        executor, self.is_used = self.executor, True
         executor._copy_blocks(plan.kv_cache_block_copies)
         starts = executor.requests.update(plan)
         self.tables.begin(executor.requests.seated)
@@ -90,9 +93,9 @@ class AsyncSteps:
         logits = executor._forward(scheduled, token_ids, logits_at, taps, fill_in)
         pending = self._sample(scheduled, logits_at, logits, filled[0], taps)
         pending.on_wait = lambda: self._count_wait(pending)
-        while self._pending and self._pending[0].is_answered:
-            self._pending.popleft()
-        self._pending.append(pending)
+        # Not the first ones alone: of one whose wait was interrupted nobody may ever ask again.
+        waiting = (step for step in self._pending if not step.is_answered)
+        self._pending = deque([*waiting, pending])
         self._newest = pending
         return pending
 

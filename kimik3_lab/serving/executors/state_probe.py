@@ -13,28 +13,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kimik3_lab.reference.state import SequenceMixer, SequenceState
+from kimik3_lab.serving.executors.pending_step import PendingStep
+from kimik3_lab.serving.executors.request_states import RequestState
+from kimik3_lab.serving.executors.state_copies import LayerState, StateCopy, scheduled_rows
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
-from kimik3_lab.serving.outputs import (
-    CachedRequestData,
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
-)
+from kimik3_lab.serving.outputs import ModelRunnerOutput, SchedulerOutput
 
-__all__ = ["LayerState", "StateProbe", "WrongState", "read_state"]
-
-
-class LayerState(NamedTuple):
-    """State of one KDA layer in the reference's layout: ``[H, K, V]``, and ``[3P, kernel - 1]``."""
-
-    recurrent: Tensor
-    conv: Tensor
+__all__ = ["StateProbe", "WrongState"]
 
 
 @dataclass(frozen=True)
@@ -72,39 +63,6 @@ class WrongState:
     looks_like: str
 
 
-def read_state(executor: TorchExecutor, req_id: str) -> tuple[int, dict[int, LayerState]]:
-    """Copy a running request's states out of the cache, between two steps.
-
-    Returns
-    -------
-    num_tokens : int
-        Tokens that they have read.
-    layers : dict of int to LayerState
-        By layer.
-
-    Raises
-    ------
-    ValueError
-        If the request is not running, or its last verification is kept as records: then no row
-        holds its state yet.
-    """
-    states, cache = executor.states, executor.cache
-    running = states._running.get(req_id)
-    if running is None:
-        raise ValueError(f"request {req_id!r} is not running: it has no state between two steps")
-    offset = running.num_accepted - 1
-    if offset and not cache.num_scratch:
-        raise ValueError(f"request {req_id!r} keeps records: commit them first")
-    layers = {}
-    for layer_id in executor.model.config.kda_layer_ids:
-        memory = cache.kda_layer(layer_id)
-        table = running.tables[memory.group]
-        state = memory.recurrent[table[running.column + offset]]
-        window = memory.conv[table[running.column], :, offset : offset + cache.history]
-        layers[layer_id] = LayerState(state.transpose(-1, -2).clone(), window.clone())
-    return running.num_tokens, layers
-
-
 class _EnoughError(Exception):
     """The last layer that anybody asked for has been computed."""
 
@@ -135,7 +93,9 @@ class StateProbe:
     ----------
     executor : TorchExecutor
         With a model in float64, if rounding is not to be mistaken for a fault. Its
-        ``execute_model`` is wrapped.
+        ``execute_model`` and ``execute_model_async`` are wrapped. States of a step in flight are
+        copied when it is handed over, and compared when it is answered: only then are all its
+        tokens known.
     tolerance : float
         Largest relative deviation that is none.
     known : dict, optional
@@ -147,7 +107,7 @@ class StateProbe:
     first : WrongState or None
         What was found first.
     num_steps : int
-        Steps so far.
+        Steps that were answered so far.
 
     Examples
     --------
@@ -177,33 +137,49 @@ class StateProbe:
         #: Of each request: token ids that the reference has read, and its states behind each.
         self._read: dict[str, list[int]] = {}
         self._states: dict[str, list[SequenceState]] = {}
-        execute = executor.execute_model
+        execute, submit = executor.execute_model, executor.execute_model_async
 
         def execute_and_look(scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+            rows = scheduled_rows(executor, scheduler_output)
             result = execute(scheduler_output)
-            if self.first is None:
-                self._look(scheduler_output)
-            self.num_steps += 1
+            self._look([] if self.first else [StateCopy.of(executor, own) for own in rows])
             return result
 
+        def submit_and_copy(scheduler_output: SchedulerOutput) -> PendingStep:
+            rows = scheduled_rows(executor, scheduler_output)
+            pending = submit(scheduler_output)
+            copies = [] if self.first else [StateCopy.of(executor, own) for own in rows]
+            answer = pending.get_output
+
+            def answer_and_look() -> ModelRunnerOutput:
+                result = answer()
+                pending.get_output = answer  # type: ignore[method-assign]
+                self._look(copies)
+                return result
+
+            pending.get_output = answer_and_look  # type: ignore[method-assign]
+            return pending
+
         executor.execute_model = execute_and_look  # type: ignore[method-assign]
+        executor.execute_model_async = submit_and_copy  # type: ignore[method-assign]
 
     @torch.inference_mode()
-    def _look(self, plan: SchedulerOutput) -> None:
-        scheduled: list[CachedRequestData | NewRequestData]
-        scheduled = [*plan.scheduled_cached_reqs, *plan.scheduled_new_reqs]
-        for data in scheduled:
-            req_id, start = data.req_id, data.num_computed_tokens
-            stop, layers = read_state(self.executor, req_id)
-            right = self._reference(req_id, stop)
-            for layer_id, found in layers.items():
-                state = _deviation(found.recurrent, right.recurrent[layer_id]).amax((-1, -2))
-                window = float(_deviation(found.conv, right.conv[layer_id]).max())
-                heads = tuple(torch.nonzero(state > self.tolerance).flatten().tolist())
-                parts = ["state"] * bool(heads) + ["window"] * (window > self.tolerance)
-                if not parts:
-                    continue
-                drafts = plan.scheduled_spec_decode_tokens.get(req_id, [])
+    def _look(self, copies: Sequence[StateCopy]) -> None:
+        """Compare the states of a step."""
+        for copy in copies:
+            if self.first is None:
+                self._compare(copy)
+        self.num_steps += 1
+
+    def _compare(self, copy: StateCopy) -> None:
+        (req_id, start, drafts), stop = copy.rows, copy.stop
+        right = self._reference(req_id, copy.request, stop)
+        for layer_id, found in copy.layers.items():
+            state = _deviation(found.recurrent, right.recurrent[layer_id]).amax((-1, -2))
+            window = float(_deviation(found.conv, right.conv[layer_id]).max())
+            heads = tuple(torch.nonzero(state > self.tolerance).flatten().tolist())
+            parts = ["state"] * bool(heads) + ["window"] * (window > self.tolerance)
+            if parts:
                 self.first = WrongState(
                     self.num_steps,
                     req_id,
@@ -217,10 +193,13 @@ class StateProbe:
                 )
                 return
 
-    def _reference(self, req_id: str, num_tokens: int) -> SequenceState:
+    def _reference(self, req_id: str, request: RequestState, num_tokens: int) -> SequenceState:
         """States of the plain recurrence after the first tokens of a request, one by one."""
-        token_ids = self.executor.requests[req_id].token_ids
+        token_ids = request.token_ids
         read = self._read.setdefault(req_id, [])
+        if read != token_ids[: len(read)]:  # another request of the same id
+            read.clear()
+            del self._states[req_id]
         states = self._states.setdefault(req_id, [self.executor.model.new_state()])
         for token_id in token_ids[len(read) : num_tokens]:
             read.append(token_id)
@@ -256,7 +235,8 @@ class StateProbe:
         token_ids, before = self._read[req_id], self._states[req_id][start]
         places = [("zero", self.executor.model.new_state())]
         if drafts:
-            all_rows = self._advance(before, [token_ids[start], *drafts], layer_id)
+            rows = [token_ids[start], *(max(token_id, 0) for token_id in drafts)]
+            all_rows = self._advance(before, rows, layer_id)
             places.append((f"{req_id} with all {len(drafts)} drafts", all_rows))
         for name, states in self._states.items():
             places += [(f"{name} after {n} tokens", state) for n, state in enumerate(states) if n]

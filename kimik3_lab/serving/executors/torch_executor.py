@@ -152,7 +152,7 @@ class TorchExecutor(ModelLimits):
                 shared_noise=rejection_sample_method == "coupled",
             )
         self.proposer = drafter
-        self._async_steps = AsyncSteps(self)
+        self.async_steps = AsyncSteps(self)
         #: Rows of the last step.
         self.last_segments: list[Segment] = []
         self._drafts: dict[str, list[int]] = {}
@@ -225,7 +225,7 @@ class TorchExecutor(ModelLimits):
         tokens and drafts that this side knows. Plans come in their order, and an executor's steps
         are all executed in this way or all in the other.
         """
-        return self._async_steps.submit(scheduler_output)
+        return self.async_steps.submit(scheduler_output)
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """Drafts of the last step, by request id: the engine hands them to the scheduler."""

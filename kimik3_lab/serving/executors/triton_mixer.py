@@ -125,8 +125,8 @@ class _Call:
     checkpoint_at: Tensor | None = None
     checkpoint_slots: list[Tensor] = field(default_factory=list)
     num_checkpoints: int = 0
-    #: For each state group, the records of all its layers.
-    records: list[KDARecords] = field(default_factory=list)
+    #: For each state group that has layers, the records of all of them.
+    records: dict[int, KDARecords] = field(default_factory=dict)
 
     @property
     def num_sequences(self) -> int:
@@ -170,18 +170,19 @@ class TritonMixer(PagedMixer):
         # A recorded step comes again, and brings its records with it.
         self._calls: WeakKeyDictionary[StepMetadata, list[_Call]] = WeakKeyDictionary()
         self._positions: dict[int, int] = {}  # of a layer among those of its group
-        self._members: list[list[int]] = [[] for _ in range(cache.num_state_groups)]
+        # Of each state group; one that has no layers, because there are too few, is not among them.
+        self._members: dict[int, list[int]] = {}
         for layer_id in config.kda_layer_ids:
-            group = cache.kda_layer(layer_id).group
-            self._positions[layer_id] = len(self._members[group])
-            self._members[group].append(layer_id)
-        self._decay = [
-            (
+            members = self._members.setdefault(cache.kda_layer(layer_id).group, [])
+            self._positions[layer_id] = len(members)
+            members.append(layer_id)
+        self._decay = {
+            group: (
                 torch.stack([layers[i].A_log for i in members]),
                 torch.stack([layers[i].dt_bias for i in members]),
             )
-            for members in self._members
-        ]
+            for group, members in self._members.items()
+        }
 
     # -- a layer ---------------------------------------------------------------------------------
 
@@ -318,13 +319,13 @@ class TritonMixer(PagedMixer):
         call.cu_seqlens = torch.arange(size + 1, dtype=torch.int32, device=device) * count
         if not self.cache.num_scratch:
             linear = self.config.linear_attn_config
-            call.records = [
-                KDARecords.empty(
+            call.records = {
+                group: KDARecords.empty(
                     size, count, linear.num_heads, linear.head_dim,
                     dtype=dtype, device=device, layers=len(members),
                 )
-                for members in self._members
-            ]  # fmt: skip
+                for group, members in self._members.items()
+            }  # fmt: skip
         return call
 
     def _prefill_call(self, parts: Sequence[Prefill]) -> _Call:
@@ -369,7 +370,7 @@ class TritonMixer(PagedMixer):
         if boundary is not None and members.boundary_rows is not None:
             targets = members.boundary_rows.where(boundary > 0, _NO_SLOT).int()
             targets, boundary = pad(targets, empty, value=_NO_SLOT), pad(boundary.int(), empty)
-        for group, layer_ids in enumerate(self._members):
+        for group, layer_ids in self._members.items():
             A_log, dt_bias = self._decay[group]
             depth, slots = len(layer_ids), call.slots[group][:, 0].contiguous()
             kda_recover(
