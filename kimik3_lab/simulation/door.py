@@ -53,10 +53,10 @@ def most_admissions(scheduler: Scheduler) -> float:
     """
     config, cache = scheduler.scheduler_config, scheduler.cache_config
     sees_all = (
-        not isinstance(scheduler.waiting, FCFSRequestQueue)  # by priority, or a queue of one's own
+        isinstance(scheduler, LockstepScheduler)  # deals requests out as they come; has no queue
+        or not isinstance(scheduler.waiting, FCFSRequestQueue)  # by priority, or one's own queue
         or config.batching != "continuous"
         or config.long_prefill_token_threshold > 0  # may be a fair share among all
-        or isinstance(scheduler, LockstepScheduler)  # deals requests out as they come
         or config.prefill_schedule_interval > 1  # holds prompts back for those who wait
     )
     if sees_all or not cache.num_kda_groups:

@@ -13,6 +13,7 @@ import pytest
 from simulation_support import Prices, check_steps, drafting, plain, record
 
 from kimik3_lab.benchmark.window import Window
+from kimik3_lab.performance.parallelism import Parallelism
 from kimik3_lab.serving.presets import LADDER, MAIN_2026_09_13
 from kimik3_lab.simulation import SimulationError, SimulationRequest, simulate_arrivals
 from kimik3_lab.simulation.arrivals import Queue
@@ -196,6 +197,12 @@ def test_a_short_door_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_how_many_a_step_can_take(settings: dict[str, Any], most: float) -> None:
     engine, _ = drafting(num_blocks=300, max_model_len=9000, scheduler=settings).make_engine()
     assert most_admissions(engine.scheduler) == most
+
+
+def test_copies_that_step_together_take_all() -> None:
+    """Behind them is no one queue to look at; a plan over TP8 DP2 EP16 starts all the same."""
+    engine, _ = drafting(parallel=Parallelism(tp=8, dp=2, ep=16)).make_engine()
+    assert most_admissions(engine.scheduler) == float("inf")
 
 
 def test_a_queue_of_ones_own_sees_everybody() -> None:
