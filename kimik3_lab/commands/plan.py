@@ -73,7 +73,7 @@ def plan(
         ),
     ] = None,
     preset: Annotated[
-        str, typer.Option(metavar="NAME,NAME,...", help="'k3lab simulate --preset list' has them.")
+        str, typer.Option(metavar="NAME,NAME,...", help="'k3lab simulate --preset ?' has them.")
     ] = "main-2026-09-13,look-ahead-cap",
     speculative_tokens: Annotated[
         str | None,
@@ -114,6 +114,8 @@ def plan(
     from kimik3_lab.simulation.slo import Slo
     from kimik3_lab.simulation.switches import find_preset
 
+    if ttft_ms is None and tpot_ms is None and e2e_s is None:
+        raise CommandError("no promise to keep: give --ttft-ms, --tpot-ms or --e2e-s")
     try:
         slo = Slo(ttft_ms, tpot_ms, e2e_s, percentile, goodput)
         gpus = hardware.split(",")

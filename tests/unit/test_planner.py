@@ -426,7 +426,7 @@ def test_nothing_fits_on_the_command_line() -> None:
     [
         (("--ttft-ms", "5"), "name the load"),
         (("--rate", "1", "--workload", "agentic", "--ttft-ms", "5"), "name the load"),
-        (("--rate", "1"), "needs a limit"),
+        (("--rate", "1"), "give --ttft-ms, --tpot-ms or --e2e-s"),
         (("--workload", "chat", "--ttft-ms", "5"), "no workload 'chat'"),
         (("--trace", "/nowhere", "--ttft-ms", "5"), "no trace at /nowhere"),
         ((*FAST, "--ttft-ms", "5", "--parallel", "8"), "layouts such as tp8"),
