@@ -36,10 +36,16 @@ class Served:
     counts
         What :class:`~kimik3_lab.serving.executors.step_counters.StepCounters` counted, and the
         tokens found in the prefix cache as ``cached_tokens``.
+    host_waits
+        How often the host waited for the device.
+    wasted_tokens
+        Tokens computed for requests that had already ended, with asynchronous scheduling.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     counts: Mapping[str, int]
+    host_waits: int = 0
+    wasted_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -113,8 +119,9 @@ def serve(
         for result in engine.generate(prompts, params, progress=False)
     ]
     counts = asdict(executor.counters)
-    counts["cached_tokens"] = engine.stats().scheduler.prefix_cache_hits
-    return Served(tuple(said), counts)
+    stats = engine.stats()
+    counts["cached_tokens"] = stats.scheduler.prefix_cache_hits
+    return Served(tuple(said), counts, executor.num_host_waits, stats.num_wasted_tokens)
 
 
 def compare(before: Served, after: Served) -> dict[str, tuple[int, int]]:

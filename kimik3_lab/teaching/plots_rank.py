@@ -13,101 +13,216 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kimik3_lab.teaching.plots import COLORS, series_style
+from kimik3_lab.teaching.plots import COLORS, label, series_style
 
-__all__ = ["gains_beside_published", "rungs", "step_curves"]
+__all__ = ["gains_beside_published", "rungs", "step_curves", "step_parts"]
 
 _GREY = "#777777"
+_FLOOR, _PUBLISHED = "at the floor", "the same on 8 B300: Published"
+#: Fill and hatching of a step's parts, the second channel beside colour.
+_PARTS = ((COLORS[0], ""), (COLORS[5], "/"), (COLORS[3], ""), (COLORS[1], "\\"), ("#BBBBBB", "x"))
 
 
-def rungs(rows: Sequence[Mapping[str, Any]], *, last_published: str) -> go.Figure:
+def rungs(
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    names: Sequence[str],
+    last_published: str,
+    published: Mapping[int, float] | None = None,
+    floors: Mapping[int, float] | None = None,
+) -> go.Figure:
     """Draw the throughput of every rung as a multiple of the first one, a line for a concurrency.
 
     Parameters
     ----------
     rows
-        ``rows`` of the file, in ladder order.
+        ``rows`` of the file.
+    names
+        All rungs from the ground up. What has no row is marked as not measured.
     last_published
         The rung that the published comparison ends with.
+    published
+        By concurrency: the published gain of that rung, drawn as an open marker.
+    floors
+        By concurrency: output tokens a second if all steps of that rung were at their floor.
 
     Examples
     --------
     >>> row = {"concurrency": 1, "beyond_published": False}
     >>> figure = rungs([{**row, "rung": "old", "output_tokens_per_s": 100.0},
-    ...                 {**row, "rung": "new", "output_tokens_per_s": 150.0}], last_published="new")
+    ...                 {**row, "rung": "new", "output_tokens_per_s": 150.0}],
+    ...                names=["old", "new"], last_published="new")
     >>> list(figure.data[0].x)
     [1.0, 1.5]
     """
-    names = list(dict.fromkeys(row["rung"] for row in rows))
     if last_published not in names:
-        raise ValueError(f"no rung {last_published!r} among {names}")
+        raise ValueError(f"no rung {last_published!r} among {list(names)}")
+    order = list(names)
+    if published:
+        order.insert(order.index(last_published) + 1, _PUBLISHED)
+    if floors:
+        order.append(_FLOOR)
     figure = go.Figure()
-    for index, concurrency in enumerate(sorted({row["concurrency"] for row in rows})):
+    numbers = sorted({row["concurrency"] for row in rows})
+    missing: dict[str, list[int]] = {}
+    for index, concurrency in enumerate(numbers):
         rate = {
             row["rung"]: row["output_tokens_per_s"]
             for row in rows
             if row["concurrency"] == concurrency
         }
         there = [name for name in names if name in rate]
+        for name in names:
+            if name not in rate:
+                missing.setdefault(name, []).append(concurrency)
+        first, style = rate[there[0]], series_style(index)
         name = f"{concurrency} concurrent"
         figure.add_scatter(
-            x=[rate[n] / rate[there[0]] for n in there], y=there, mode="lines+markers", name=name,
+            x=[rate[n] / first for n in there], y=there, mode="lines+markers", name=name,
             customdata=[rate[n] for n in there],
             hovertemplate="%{y}: %{x:.2f} times, %{customdata:.0f} tokens/s<extra>" + name
-            + "</extra>", **series_style(index),
+            + "</extra>", **style,
         )  # fmt: skip
-    figure.add_hline(
-        y=names.index(last_published) + 0.5, line={"color": _GREY, "dash": "dot", "width": 1.5}
-    )
-    figure.update_xaxes(title="output tokens/s, times the first rung")
-    figure.update_yaxes(categoryorder="array", categoryarray=names)
+        if last_published in rate:
+            _number(figure, rate[last_published] / first, last_published, index)
+        others = ((published, _PUBLISHED, 1.0), (floors, _FLOOR, first))
+        for values, place, unit in others:
+            if not values or concurrency not in values:
+                continue
+            x = values[concurrency] / unit
+            marker = {**style["marker"], "size": 12, "line": {"width": 2.5}}
+            figure.add_scatter(
+                x=[x], y=[place], mode="markers", name=f"{name}, {place}",
+                marker={**marker, "symbol": style["marker"]["symbol"] + "-open"},
+                hovertemplate="%{x:.2f} times<extra>" + f"{name}, {place}</extra>",
+            )  # fmt: skip
+            _number(figure, x, place, index)
+        if floors and concurrency in floors:
+            label(figure, floors[concurrency] / first, _FLOOR, name, index, side="above")
+        else:
+            label(figure, rate[there[-1]] / first, there[-1], name, index, side="above")
+    largest = max(max(trace.x) for trace in figure.data)
+    for name, lacking in missing.items():
+        which = "" if lacking == numbers else " at " + ", ".join(map(str, lacking))
+        figure.add_annotation(
+            x=1.14 * largest, y=name, text=f"not measured{which}", showarrow=False,
+            xanchor="right", font={"color": _GREY, "size": 13}, bgcolor="white",
+        )  # fmt: skip
+    last = order.index(_PUBLISHED if published else last_published)
+    figure.add_hline(y=last + 0.5, line={"color": _GREY, "dash": "dot", "width": 1.5})
+    figure.update_xaxes(title="output tokens/s, times the first rung", range=[0.85, 1.15 * largest])
+    figure.update_yaxes(categoryorder="array", categoryarray=order, range=[-0.5, len(order) - 0.2])
     figure.update_layout(
         title="One rank of eight on one H200 (Miniature, Measured)",
-        height=120 + 30 * len(names),
-        legend={"x": 0.72, "y": 0.03, "yanchor": "bottom"},
+        height=140 + 34 * len(order),
+        showlegend=False,
+    )
+    return figure
+
+
+def _number(figure: go.Figure, x: float, y: str, index: int) -> None:
+    """Write a multiple to the right of its marker."""
+    label(figure, x, y, f"{x:.2f}", index)
+    figure.layout.annotations[-1].update(font={"size": 13}, bgcolor="rgba(255, 255, 255, 0.8)")
+
+
+def step_parts(parts: Mapping[str, Mapping[str, float]]) -> go.Figure:
+    """Draw one bar for a verification step: floors, what lies above them, and the host.
+
+    Parameters
+    ----------
+    parts
+        By name of a bar: milliseconds by part, at most five parts, all bars the same ones.
+
+    Examples
+    --------
+    >>> figure = step_parts({"1 request": {"model, floor": 3.0, "host and the rest": 1.0}})
+    >>> [trace.name for trace in figure.data]
+    ['model, floor', 'host and the rest']
+    """
+    bars = list(parts)
+    names = list(parts[bars[0]])
+    if any(list(found) != names for found in parts.values()) or len(names) > len(_PARTS):
+        raise ValueError(
+            f"expected the same parts in every bar, at most {len(_PARTS)}, got "
+            f"{[list(found) for found in parts.values()]}"
+        )
+    totals = {bar: sum(parts[bar].values()) for bar in bars}
+    figure = go.Figure()
+    for (color, pattern), name in zip(_PARTS, names, strict=False):
+        values = [parts[bar][name] for bar in bars]
+        figure.add_bar(
+            x=values, y=bars, name=name, orientation="h",
+            text=[f"{v:.1f}" if v > 0.035 * max(totals.values()) else "" for v in values],
+            textposition="inside", insidetextanchor="middle", textangle=0,
+            textfont={"color": "white" if color in (COLORS[0], COLORS[3]) else "#111111"},
+            marker={"color": color, "pattern": {"shape": pattern, "bgcolor": color,
+                                                "fgcolor": "white", "solidity": 0.13}},
+            hovertemplate="%{y}: %{x:.2f} ms<extra>" + name + "</extra>",
+        )  # fmt: skip
+    for bar, total in totals.items():
+        figure.add_annotation(
+            x=total, y=bar, text=f"{total:.1f} ms", showarrow=False, xanchor="left", xshift=6
+        )
+    figure.update_xaxes(
+        title="ms of a step that verifies 8 drafts after 8,000 tokens",
+        range=[0, 1.12 * max(totals.values())],
+    )
+    figure.update_yaxes(autorange="reversed")
+    figure.update_layout(
+        title="Where a step goes (Miniature, Measured)",
+        barmode="stack",
+        height=170 + 60 * len(bars),
+        margin={"b": 110},
+        legend={"orientation": "h", "x": 0, "y": -0.36, "yanchor": "top", "traceorder": "normal"},
     )
     return figure
 
 
 def gains_beside_published(
-    measured: Mapping[str, float], published: Mapping[str, float]
+    measured: Mapping[str, Mapping[int, float]],
+    published: Mapping[str, Mapping[int, float]],
 ) -> go.Figure:
-    """Draw September's throughput over 0.27.1's, by concurrency: ours and the published.
+    """Draw September over 0.27.1: ours and the published, a panel for each figure.
 
     Parameters
     ----------
     measured
-        ``september_over_first`` of the file.
+        By title of a panel: gain by concurrency, on one rank of eight.
     published
-        Of 8 B300 with collectives, the whole model and the same acceptance in both runs.
+        The same, of 8 B300 with collectives and the whole model.
 
     Examples
     --------
-    >>> figure = gains_beside_published({"1": 1.4}, {"1": 2.2})
+    >>> figure = gains_beside_published({"latency": {1: 1.2}}, {"latency": {1: 2.3}})
     >>> [trace.name for trace in figure.data]
     ['one rank, H200: Miniature, Measured', '8 B300: Published']
     """
-    figure = go.Figure()
-    for index, (name, values) in enumerate(
-        (("one rank, H200: Miniature, Measured", measured), ("8 B300: Published", published))
-    ):
-        keys = list(values)
-        figure.add_bar(
-            x=[f"{key} concurrent" for key in keys],
-            y=[values[key] for key in keys],
-            name=name,
-            text=[f"{values[key]:.2f}" for key in keys],
-            textposition="outside",
-            marker={"color": COLORS[index], "pattern": {"shape": ("", "/")[index]}},
-        )
-    figure.add_hline(y=1, line={"color": _GREY, "dash": "dot", "width": 1.5})
-    top = 1.2 * max([*measured.values(), *published.values()])
-    figure.update_yaxes(title="output tokens/s, main over 0.27.1", range=[0, top])
+    titles = list(measured)
+    figure = make_subplots(cols=len(titles), subplot_titles=titles, horizontal_spacing=0.07)
+    series = (("one rank, H200: Miniature, Measured", measured), ("8 B300: Published", published))
+    for index, (name, panels) in enumerate(series):
+        for column, title in enumerate(titles, 1):
+            values = panels[title]
+            figure.add_bar(
+                x=[str(c) for c in values], y=list(values.values()), name=name,
+                text=[f"{value:.2f}" for value in values.values()], textposition="outside",
+                textfont={"size": 13}, showlegend=column == 1, legendgroup=name,
+                marker={"color": COLORS[index], "pattern": {"shape": ("", "/")[index]}},
+                cliponaxis=False, row=1, col=column,
+            )  # fmt: skip
+    for column, title in enumerate(titles, 1):
+        top = max([*measured[title].values(), *published[title].values()])
+        figure.update_yaxes(range=[0, 1.15 * top], col=column)
+        figure.add_hline(y=1, line={"color": _GREY, "dash": "dot", "width": 1.5}, col=column)
+    figure.update_xaxes(title="concurrent requests", type="category")
+    figure.update_yaxes(title="0.27.1 over main", col=1)
     figure.update_layout(
-        title="What one rank shows of the published gain",
+        title="How many times less, from 0.27.1 to main of 2026-09-13",
         barmode="group",
-        height=420,
-        legend={"orientation": "h", "y": -0.15},
+        height=430,
+        margin={"t": 90},
+        legend={"orientation": "h", "x": 0, "y": -0.25, "yanchor": "top"},
     )
     return figure
 
@@ -129,38 +244,64 @@ def step_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
     4
     """
     figure = make_subplots(
-        cols=2, subplot_titles=("verification, K = 8", "prompt, nothing cached"),
-        horizontal_spacing=0.12,
+        cols=2, subplot_titles=("verifying 8 drafts", "a prompt, nothing cached"),
+        horizontal_spacing=0.11, column_widths=[0.56, 0.44],
     )  # fmt: skip
+    panels = (
+        (1, "context of each request, tokens", [500, 400_000], (1000, 8000, 16000, 64000)),
+        (2, "tokens of the prompt", [700, 24_000], (1024, 2048, 4096, 8000, 16000)),
+    )
+    times = {
+        1: [row[key] for row in curves["decode"] for key in ("target_ms", "target_floor_ms")],
+        2: [row[key] for row in curves["prefill"] for key in ("ms", "floor_ms")],
+    }
+    for col, title, (low, high), ticks in panels:
+        figure.update_xaxes(
+            type="log", title=title, range=[_log(low), _log(high)], tickvals=ticks,
+            ticktext=[f"{t // 1000}k" if t % 1000 == 0 else f"{t / 1024:.0f}k" for t in ticks],
+            col=col,
+        )  # fmt: skip
+        bottom, top = min(times[col]) / 1.3, max(times[col]) * 1.3
+        marks = [m * 10**p for p in range(4) for m in (1, 2, 5) if bottom < m * 10**p < top]
+        figure.update_yaxes(
+            type="log", title="ms", range=[_log(bottom), _log(top)], tickvals=marks,
+            ticktext=[f"{m}" for m in marks], col=col,
+        )  # fmt: skip
     numbers = sorted({row["requests"] for row in curves["decode"]})
     for index, number in enumerate(numbers):
         members = [row for row in curves["decode"] if row["requests"] == number]
         style = series_style(index)
+        x = [row["context"] for row in members]
         figure.add_scatter(
-            x=[row["context"] for row in members], y=[row["target_ms"] for row in members],
-            mode="lines+markers", name=f"{number} requests", col=1, row=1, **style,
+            x=x, y=[row["target_ms"] for row in members], mode="lines+markers",
+            name=f"{number} requests", col=1, row=1, **style,
         )  # fmt: skip
         figure.add_scatter(
-            x=[row["context"] for row in members], y=[row["target_floor_ms"] for row in members],
-            mode="lines", name=f"{number} requests, floor", showlegend=False, col=1, row=1,
+            x=x, y=[row["target_floor_ms"] for row in members], mode="lines",
+            name=f"{number} requests, floor", col=1, row=1,
             line={"color": style["line"]["color"], "dash": "dot", "width": 1.5},
         )  # fmt: skip
+        name = f"{number} request{'s' if number > 1 else ''}"
+        label(figure, x[-1], members[-1]["target_ms"], name, index)
     fresh = [row for row in curves["prefill"] if row["start"] == 0]
-    figure.add_scatter(
-        x=[row["tokens"] for row in fresh], y=[row["ms"] for row in fresh], mode="lines+markers",
-        name="measured", showlegend=False, col=2, row=1, **series_style(0),
-    )  # fmt: skip
-    figure.add_scatter(
-        x=[row["tokens"] for row in fresh], y=[row["floor_ms"] for row in fresh], mode="lines",
-        name="floor", col=2, row=1, line={"color": _GREY, "dash": "dot", "width": 1.5},
-    )  # fmt: skip
-    figure.update_xaxes(type="log", title="tokens in the cache", col=1)
-    figure.update_xaxes(type="log", title="tokens of the prompt", col=2)
-    figure.update_yaxes(type="log", title="ms", col=1)
-    figure.update_yaxes(type="log", title="ms", col=2)
+    for name, key, style in (
+        ("measured", "ms", series_style(0)),
+        ("floor", "floor_ms", {"line": {"color": _GREY, "dash": "dot", "width": 1.5}}),
+    ):
+        figure.add_scatter(
+            x=[row["tokens"] for row in fresh], y=[row[key] for row in fresh], name=name,
+            mode="lines+markers" if "marker" in style else "lines", col=2, row=1, **style,
+        )  # fmt: skip
     figure.update_layout(
-        title="A step of one rank on one H200, and its floor (Miniature, Measured)",
+        title="A step of one rank on one H200; dotted: its floor (Miniature, Measured)",
         height=460,
-        legend={"orientation": "h", "y": -0.2},
+        margin={"t": 90},
+        showlegend=False,
     )
     return figure
+
+
+def _log(value: float) -> float:
+    from math import log10
+
+    return log10(value)

@@ -6,6 +6,7 @@ import pytest
 
 from kimik3_lab.teaching import plots_rank
 
+NAMES = ["old", "new", "far"]
 ROWS = [
     {"concurrency": c, "rung": name, "output_tokens_per_s": rate * c, "beyond_published": beyond}
     for c in (1, 4)
@@ -14,7 +15,7 @@ ROWS = [
 
 
 def test_rungs_are_multiples_of_the_first() -> None:
-    figure = plots_rank.rungs(ROWS, last_published="new")
+    figure = plots_rank.rungs(ROWS, names=NAMES, last_published="new")
     assert [list(t.x) for t in figure.data] == [[1.0, 1.5, 1.6]] * 2
     assert [t.name for t in figure.data] == ["1 concurrent", "4 concurrent"]
     assert len({(t.line.dash, t.marker.symbol) for t in figure.data}) == 2
@@ -22,16 +23,62 @@ def test_rungs_are_multiples_of_the_first() -> None:
     assert line.y0 == 1.5
     assert "Miniature, Measured" in figure.layout.title.text
     with pytest.raises(ValueError, match="no rung 'other'"):
-        plots_rank.rungs(ROWS, last_published="other")
+        plots_rank.rungs(ROWS, names=NAMES, last_published="other")
+
+
+def test_what_was_not_measured_is_said() -> None:
+    rows = [row for row in ROWS if (row["rung"], row["concurrency"]) != ("new", 4)]
+    figure = plots_rank.rungs(rows, names=["old", "lost", "new", "far"], last_published="new")
+    notes = {note.y: note.text for note in figure.layout.annotations if "measured" in note.text}
+    assert notes == {"lost": "not measured", "new": "not measured at 4"}
+    assert list(figure.data[1].y) == ["old", "far"]
+    assert list(figure.layout.yaxis.categoryarray) == ["old", "lost", "new", "far"]
+
+
+def test_published_gains_and_floors_are_open_markers_in_rows_of_their_own() -> None:
+    figure = plots_rank.rungs(
+        ROWS, names=NAMES, last_published="new", published={1: 2.2, 4: 2.5}, floors={1: 300.0}
+    )
+    order = list(figure.layout.yaxis.categoryarray)
+    assert order == ["old", "new", "the same on 8 B300: Published", "far", "at the floor"]
+    marks = {t.name: (t.x[0], t.y[0], t.marker.symbol) for t in figure.data if t.mode == "markers"}
+    assert marks == {
+        "1 concurrent, the same on 8 B300: Published": (2.2, order[2], "circle-open"),
+        "1 concurrent, at the floor": (3.0, order[4], "circle-open"),
+        "4 concurrent, the same on 8 B300: Published": (2.5, order[2], "square-open"),
+    }
+    assert figure.layout.shapes[0].y0 == 2.5  # the published ladder ends above its own row
+
+
+def test_parts_of_a_step_are_stacked_and_told_apart() -> None:
+    parts = {
+        "one": {"floor": 3.0, "above": 2.0, "host": 0.01},
+        "many": {"floor": 9.0, "above": 4.0, "host": 1.0},
+    }
+    figure = plots_rank.step_parts(parts)
+    assert {t.name: list(t.x) for t in figure.data} == {
+        "floor": [3.0, 9.0], "above": [2.0, 4.0], "host": [0.01, 1.0]
+    }  # fmt: skip
+    assert figure.layout.barmode == "stack"
+    looks = [(t.marker.color, t.marker.pattern.shape) for t in figure.data]
+    assert len(set(looks)) == 3
+    assert [note.text for note in figure.layout.annotations] == ["5.0 ms", "14.0 ms"]
+    assert figure.data[2].text[0] == ""  # too narrow for a number
+    with pytest.raises(ValueError, match="the same parts in every bar"):
+        plots_rank.step_parts({"one": {"floor": 1.0}, "many": {"host": 1.0}})
 
 
 def test_ours_and_the_published_are_labelled() -> None:
-    ours, theirs = plots_rank.gains_beside_published(
-        {"1": 1.4, "16": 1.6}, {"1": 2.2, "16": 2.8}
-    ).data
-    assert list(ours.y) == [1.4, 1.6] and list(theirs.y) == [2.2, 2.8]
+    figure = plots_rank.gains_beside_published(
+        {"first token": {1: 1.4, 16: 1.6}, "latency": {1: 1.1, 16: 1.2}},
+        {"first token": {1: 2.2, 16: 2.8}, "latency": {1: 2.1, 16: 2.4}},
+    )
+    assert [list(t.y) for t in figure.data] == [[1.4, 1.6], [1.1, 1.2], [2.2, 2.8], [2.1, 2.4]]
+    assert [t.showlegend for t in figure.data] == [True, False, True, False]
+    ours, theirs = figure.data[0], figure.data[2]
     assert "Measured" in ours.name and "Published" in theirs.name
     assert ours.marker.pattern.shape != theirs.marker.pattern.shape
+    assert [note.text for note in figure.layout.annotations[:2]] == ["first token", "latency"]
 
 
 def test_curves_have_their_floors() -> None:
@@ -48,3 +95,4 @@ def test_curves_have_their_floors() -> None:
     drawn = {trace.name: list(trace.y) for trace in figure.data}
     assert drawn["16 requests"] == [80.0, 80.0] and drawn["16 requests, floor"] == [48.0, 48.0]
     assert drawn["measured"] == [30.0] and drawn["floor"] == [20.0]
+    assert "16 requests" in [note.text for note in figure.layout.annotations]
