@@ -27,6 +27,7 @@ from kimik3_lab.performance.step_work import StepWork, even_share, work_of_all
 from kimik3_lab.performance.wiring import residual_reads
 
 __all__ = [
+    "BLACKWELL_GRAPH_ROWS",
     "EXECUTION_SWITCHES",
     "GRAPH_ROWS",
     "MIXED_TOKENS",
@@ -35,8 +36,12 @@ __all__ = [
     "StepCost",
 ]
 
-#: Most rows of a step that is replayed from a captured graph (``cudagraph_capture_sizes``).
+#: Most rows of a step that is replayed from a captured graph (``max_cudagraph_capture_size``): vLLM
+#: 0.27.1, and every release on GPUs before Blackwell.
 GRAPH_ROWS: Final = 512
+#: The same from 0.28.0 on, on Blackwell of the data centre (``_set_cudagraph_sizes`` in
+#: ``vllm/config/vllm.py``).
+BLACKWELL_GRAPH_ROWS: Final = 1024
 #: Prompt tokens beyond which a mixed step is not charged more: as many as the constant was set on.
 MIXED_TOKENS: Final = 8192
 #: Ways to compute a step faster, by the names that :mod:`kimik3_lab.serving.presets` uses.
@@ -164,6 +169,8 @@ class CostModel:
         self._floor = config.num_hidden_layers * (
             values["eager_layer"] if later else values["eager_layer_0_27_1"]
         )
+        # Of the four GPUs only those of Blackwell have FP4 units.
+        self.graph_rows = BLACKWELL_GRAPH_ROWS if later and gpu.fp4_flops else GRAPH_ROWS
         self._residual = 0.0 if later else values["decode_step_residual"]
         # Seen on the later version only: before, #51725 alone shortened first tokens by more than
         # such an extra would have left.
@@ -230,7 +237,7 @@ class CostModel:
         parts = parts.copy()
         if self.parallel.dp > 1:
             parts["all_reduce"] += self._exchange_rows(mean.num_tokens)
-        captured = rows <= GRAPH_ROWS
+        captured = rows <= self.graph_rows
         experts = parts["routed_experts"] = self.experts.seconds(mean)
         if captured:
             parts["shared_experts"] = max(0.0, parts["shared_experts"] - experts)
@@ -284,7 +291,7 @@ class CostModel:
         latent = 2.0 * config.routed_expert_hidden_size * rows
         reduce, layers = self._collectives.all_reduce, config.num_hidden_layers
         exchanged = layers * reduce(hidden) + self.experts.layers * reduce(latent)
-        if rows > GRAPH_ROWS:
+        if rows > self.graph_rows:
             # The shared experts' sum, too; in a graph it hides behind the routed experts.
             exchanged += self.experts.layers * reduce(hidden)
         parts["all_reduce"] = exchanged

@@ -18,7 +18,13 @@ from kimik3_lab.performance.parallelism import Parallelism
 from kimik3_lab.performance.placement import Layout, LayoutError, rank_weights
 from kimik3_lab.performance.scenarios import Scenario
 from kimik3_lab.performance.step_bytes import step_bytes
-from kimik3_lab.performance.step_cost import EXECUTION_SWITCHES, GRAPH_ROWS, PARTS, CostModel
+from kimik3_lab.performance.step_cost import (
+    BLACKWELL_GRAPH_ROWS,
+    EXECUTION_SWITCHES,
+    GRAPH_ROWS,
+    PARTS,
+    CostModel,
+)
 from kimik3_lab.performance.step_work import StepWork, decode_work, prefill_work
 from kimik3_lab.serving.presets import LADDER
 
@@ -188,9 +194,20 @@ def test_a_step_of_0_27_1_is_the_launch_floor() -> None:
     assert 8 * cost.total_s == pytest.approx(2.2629, rel=0.03)
 
 
-def test_the_graph_boundary() -> None:
-    inside = model().step_cost(prefill_work(GRAPH_ROWS))
-    outside = model().step_cost(prefill_work(GRAPH_ROWS + 1))
+@pytest.mark.parametrize(
+    ("hardware", "execution", "rows"),
+    [
+        ("B300", EXECUTION_SWITCHES, BLACKWELL_GRAPH_ROWS),
+        ("B300", EXECUTION_SWITCHES - {"other_step_changes"}, GRAPH_ROWS),
+        ("H200", EXECUTION_SWITCHES, GRAPH_ROWS),
+    ],
+)
+def test_the_graph_boundary(hardware: str, execution: frozenset[str], rows: int) -> None:
+    inside = model(hardware, execution=execution).step_cost(prefill_work(rows))
+    # On an H200 so many rows keep the GPU busy for longer than the host needs to launch them.
+    outside = model(hardware, execution=execution, eager_layer=1.0).step_cost(
+        prefill_work(rows + 1)
+    )
     assert "launch_floor" not in inside.parts
     assert outside.parts.get("launch_floor", 0.0) > 0
     assert inside.parts["shared_experts"] == 0 < outside.parts["shared_experts"]
@@ -374,7 +391,10 @@ def test_a_pipeline_hands_over_at_every_boundary() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "check"),
     [
-        (step_cost, "GRAPH_ROWS", 100_000, test_the_graph_boundary),
+        (step_cost, "GRAPH_ROWS", 100_000,
+         lambda: test_the_graph_boundary("H200", EXECUTION_SWITCHES, GRAPH_ROWS)),
+        (step_cost, "BLACKWELL_GRAPH_ROWS", 512,
+         lambda: test_the_graph_boundary("B300", EXECUTION_SWITCHES, BLACKWELL_GRAPH_ROWS)),
         (expert_cost, "effective_tokens", lambda rows, seqs, reuse: rows,
          test_skewed_routing_and_repetition_read_fewer_experts),
         (dense_cost, "SKINNY_ROWS", 0,
