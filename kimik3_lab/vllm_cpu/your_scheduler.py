@@ -174,7 +174,7 @@ def run_order(
         answer = run_program(
             _PROGRAM,
             [str(folder), json.dumps(list(asked)), name],
-            import_from=Path(place),
+            import_from=None if module is None else Path(place),
             venv=venv,
             timeout=timeout,
         )
