@@ -47,7 +47,9 @@ def test_the_sweep_says_where_it_comes_from_and_is_right() -> None:
 
 
 def test_attn_res_explains_its_constants_with_recorded_times() -> None:
-    source = Path(repository_dir() / "kernels/k3_kernels/attn_res_config.py").read_text(encoding="utf-8")
+    source = Path(repository_dir() / "kernels/k3_kernels/attn_res_config.py").read_text(
+        encoding="utf-8"
+    )
 
     def best(tokens: int, stages: int, **config: object) -> float:
         wanted = {"block_h": 1024, "stages": stages, **config}
