@@ -157,24 +157,29 @@ def graph_boundary(
     curves: Mapping[str, Sequence[float]],
     published: tuple[float, float, str],
     *,
-    boundary: int = 512,
+    boundaries: Mapping[str, int],
 ) -> go.Figure:
-    """Draw a step's milliseconds against its rows, with the jump where captured graphs end.
+    """Draw a step's milliseconds against its rows, with the jumps where captured graphs end.
 
     Parameters
     ----------
+    boundaries
+        Most rows of a captured graph, by what has it, from few to many.
     published
         Rows, milliseconds and name of a published point.
 
     Examples
     --------
-    >>> figure = graph_boundary([1, 512, 513], {"old": [9, 90, 280]}, (1024, 283, "published"))
+    >>> figure = graph_boundary(
+    ...     [1, 512, 513], {"old": [9, 90, 280]}, (1024, 283, "published"), boundaries={"old": 512}
+    ... )
     >>> figure.data[-1].x, figure.data[-1].y
     ((1024,), (283,))
     """
     figure = go.Figure()
     figure.update_xaxes(type="log", title="prompt tokens in the step", dtick=1)
-    figure.add_vline(x=boundary, line={"color": "#888888", "width": 1.5, "dash": "dot"})
+    for boundary in boundaries.values():
+        figure.add_vline(x=boundary, line={"color": "#888888", "width": 1.5, "dash": "dot"})
     for index, (name, values) in enumerate(curves.items()):
         figure.add_scatter(
             x=list(rows), y=list(values), mode="lines", line=series_style(index)["line"],
@@ -192,7 +197,10 @@ def graph_boundary(
     )  # fmt: skip
     label(figure, x, y, f"{name}: {y:.1f}", 6, side="above")
     top = 1.1 * max(max(v) for v in curves.values())
-    label(figure, boundary, 0.93 * top, f"captured up to {boundary}", 6, side="left")
+    for index, (name, boundary) in enumerate(boundaries.items()):
+        height = (0.93 - 0.1 * index) * top
+        side = "right" if index else "left"
+        label(figure, boundary, height, f"{name} captures up to {boundary:,}", 6, side=side)
     figure.update_yaxes(title="milliseconds", range=[0, top])
     figure.update_layout(title="What a step of a prompt takes", showlegend=False, height=430)
     return figure
