@@ -198,7 +198,7 @@ def graph_boundary(
     label(figure, x, y, f"{name}: {y:.1f}", 6, side="above")
     top = 1.1 * max(max(v) for v in curves.values())
     for index, (name, boundary) in enumerate(boundaries.items()):
-        height = (0.93 - 0.1 * index) * top
+        height = (0.08 if index else 0.93) * top
         side = "right" if index else "left"
         label(figure, boundary, height, f"{name} captures up to {boundary:,}", 6, side=side)
     figure.update_yaxes(title="milliseconds", range=[0, top])
