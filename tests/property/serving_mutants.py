@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from wrong_methods import Patch, wrap
 
 from kimik3_lab.serving.aligned_mamba_manager import AlignedMambaManager
 from kimik3_lab.serving.block_hash import NONE_HASH, BlockHasher
@@ -26,7 +27,6 @@ from kimik3_lab.serving.single_type_manager import FullAttentionManager, SingleT
 
 __all__ = ["MUTANTS"]
 
-Patch = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: dict[str, Patch] = {}
 
 
@@ -36,18 +36,6 @@ def mutant(text: str) -> Callable[[Patch], Patch]:
         return patch
 
     return register
-
-
-def wrap(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, replacement: Callable[..., Any]
-) -> None:
-    """Replace a method; the replacement gets the original first."""
-    original = getattr(owner, name)
-
-    def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        return replacement(original, self, *arguments, **keywords)
-
-    monkeypatch.setattr(owner, name, method)
 
 
 # -- the pool ----------------------------------------------------------------------------------

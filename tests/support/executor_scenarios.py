@@ -12,6 +12,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
+import pytest
 from executor_world import (
     GuessingDrafter,
     WrongToken,
@@ -28,7 +29,7 @@ from kimik3_lab.serving.executors.execution import ExecutionConfig
 from kimik3_lab.serving.executors.step_counters import StepCounters
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 
-__all__ = ["SCENARIOS", "Outcome", "Scenario", "play"]
+__all__ = ["SCENARIOS", "Outcome", "Scenario", "assert_found_out", "play"]
 
 MAX_TOKENS = 11
 
@@ -163,3 +164,11 @@ def play(scenario: Scenario, *, seed: int = 0, budget: int = 40, seats: int = 4)
         executor.num_host_waits,
         stats.num_wasted_tokens,
     )
+
+
+def assert_found_out(scenario: Scenario) -> None:
+    """Play with an executor that is wrong, and see that somebody notices."""
+    with pytest.raises((WrongToken, ValueError)) as caught:
+        play(scenario)
+    # What was never written is NaN, and has no most probable token.
+    assert caught.type is WrongToken or "not finite" in str(caught.value)

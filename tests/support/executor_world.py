@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from kimik3_lab.config import K3Config
+from kimik3_lab.drafter_config import DSparkConfig
+from kimik3_lab.reference.drafter import DSparkDrafter
 from kimik3_lab.reference.initialization import random_model
 from kimik3_lab.reference.model import K3ForCausalLM
 from kimik3_lab.serving import CacheConfig, Engine, Request, SamplingParams, SchedulerConfig
@@ -32,6 +34,7 @@ __all__ = [
     "ExecutorWorld",
     "GuessingDrafter",
     "WrongToken",
+    "micro_drafter",
     "micro_model",
     "poison",
     "quiet",
@@ -49,6 +52,13 @@ def micro_model(seed: int = 7) -> K3ForCausalLM:
     """The model of all worlds."""
     model = random_model(K3Config.micro(), seed=seed, dtype=torch.float64)
     return model.requires_grad_(False)
+
+
+def micro_drafter(model: K3ForCausalLM) -> DSparkDrafter:
+    """A drafter for it, with weights of torch's own choice."""
+    torch.manual_seed(0)
+    drafter = DSparkDrafter(DSparkConfig.for_target(model.config), dtype=torch.float64)
+    return drafter.requires_grad_(False).eval()
 
 
 class GuessingDrafter:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kimik3_lab.drafter_config import DSparkConfig
+from kimik3_lab.reference import meta
 from kimik3_lab.reference.drafter import Draft, DSparkDrafter
 from kimik3_lab.reference.model import K3ForCausalLM
 from kimik3_lab.reference.speculative import verify_greedy
@@ -23,7 +24,8 @@ def random_drafter(
     They lie on the grid of bfloat16, as what is loaded from a file does.
     """
     generator = torch.Generator().manual_seed(seed)
-    drafter = DSparkDrafter(config, dtype=dtype, device="meta").to_empty(device="cpu")
+    drafter = DSparkDrafter(config, dtype=dtype, device="meta")
+    meta.allocate(drafter, "cpu")
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)

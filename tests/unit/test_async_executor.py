@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from executor_world import GuessingDrafter, micro_model, quiet
+from executor_world import GuessingDrafter, micro_drafter, micro_model, quiet
 from torch.overrides import TorchFunctionMode
 
-from kimik3_lab.drafter_config import DSparkConfig
 from kimik3_lab.reference.drafter import DSparkDrafter
 from kimik3_lab.reference.model import K3ForCausalLM
 from kimik3_lab.serving import (
@@ -47,9 +46,7 @@ def model() -> K3ForCausalLM:
 
 @pytest.fixture(scope="module")
 def drafter(model: K3ForCausalLM) -> DSparkDrafter:
-    torch.manual_seed(0)
-    drafter = DSparkDrafter(DSparkConfig.for_target(model.config), dtype=torch.float64)
-    return drafter.requires_grad_(False).eval()
+    return micro_drafter(model)
 
 
 def make_engine(
