@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kimik3_lab.config import K3Config
 from kimik3_lab.drafter_config import DSparkConfig
 from kimik3_lab.rank.routing_skew import selection_bias, stretch
-from kimik3_lab.reference import mxfp4
+from kimik3_lab.reference import meta, mxfp4
 from kimik3_lab.reference.drafter import DSparkDrafter
 from kimik3_lab.reference.model import DecoderLayer, K3ForCausalLM
 from kimik3_lab.reference.moe import MLP, Router, routed_sum, situ
@@ -71,7 +71,8 @@ class PackedLatentMoE(nn.Module):
         self.config, device = config, generator.device
 
         def empty(module: nn.Module) -> nn.Module:
-            return module.to_empty(device=device)
+            meta.allocate(module, device)
+            return module
 
         to = {"dtype": dtype, "device": "meta"}
         self.gate = empty(Router(config, **to))
@@ -186,7 +187,7 @@ def rank_model(
     for layer_id in config.moe_layer_ids:
         layer = model.model.layers[layer_id]
         del layer.mlp
-    model = model.to_empty(device=device)
+    meta.allocate(model, device)
     model.config = config
     share = stretch(profile, config.num_experts)
     bias = selection_bias(share, config.num_experts_per_token, LOGIT_STD).to(device)
@@ -215,7 +216,8 @@ def rank_drafter(
 ) -> DSparkDrafter:
     """Draw the weights of a drafter's slice, as :func:`rank_model` does."""
     device = torch.device(device)
-    drafter = DSparkDrafter(config, dtype=dtype, device="meta").to_empty(device=device)
+    drafter = DSparkDrafter(config, dtype=dtype, device="meta")
+    meta.allocate(drafter, device)
     _fill(drafter, torch.Generator(device).manual_seed(seed))
     return drafter.eval().requires_grad_(False)
 

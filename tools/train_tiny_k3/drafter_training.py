@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kimik3_lab.drafter_config import DSparkConfig
+from kimik3_lab.reference import meta
 from kimik3_lab.reference.drafter import DSparkDrafter
 from kimik3_lab.reference.model import K3ForCausalLM
 from tools.train_tiny_k3.drafter_blocks import LossWeights, block_loss, draft_blocks
@@ -66,7 +67,8 @@ def new_drafter(target: K3ForCausalLM, *, num_layers: int, seed: int) -> DSparkD
     identity, and the Markov head at no correction.
     """
     config = DSparkConfig.for_target(target.config, num_hidden_layers=num_layers)
-    drafter = DSparkDrafter(config, device="meta").to_empty(device="cpu")
+    drafter = DSparkDrafter(config, device="meta")
+    meta.allocate(drafter, "cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():

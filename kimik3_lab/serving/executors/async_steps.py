@@ -34,7 +34,7 @@ from kimik3_lab.serving.executors.drafts import Draft
 from kimik3_lab.serving.executors.logprobs import LogprobTensors, logprob_tensors
 from kimik3_lab.serving.executors.pending_step import PendingStep
 from kimik3_lab.serving.executors.pinned import OnItsWay, send_columns, to_device
-from kimik3_lab.serving.executors.rejection_sampler import batch_logprobs, verify_batch
+from kimik3_lab.serving.executors.rejection_sampler import verify_batch
 from kimik3_lab.serving.executors.step_layout import (
     ScheduledRequest,
     lay_out_ahead,
@@ -133,7 +133,7 @@ class AsyncSteps:
         best = None if graphs is None else graphs.best
         waits = self._waits(sampling)
         if waits:
-            sampled = self._sample_on_host(pending, logits, token_ids, firsts, rows.most, best)
+            sampled = self._sample_on_host(pending, logits, token_ids, firsts, rows.most)
         else:
             if best is None:
                 largest, best = logits.max(-1)
@@ -166,7 +166,6 @@ class AsyncSteps:
         token_ids: Tensor,
         rows: Sequence[int],
         most: int,
-        best: Tensor | None,
     ) -> Sampled:
         """Choose tokens as a step does that is answered at once."""
         self._catch_up()
@@ -177,17 +176,7 @@ class AsyncSteps:
         for item, row in zip(sampling, rows, strict=True):
             ids = known[row + 1 : row + 1 + item.segment.num_drafts]
             drafts.append((item.request.draft or Draft([])).matching(ids))
-        params = [item.request.sampling_params for item in sampling]
-        new_token_ids = executor.verifier(
-            logits,
-            drafts,
-            params,
-            [item.request.stream for item in sampling],
-            [len(item.request.token_ids) for item in sampling],
-            method=executor.rejection_sample_method,
-            best=best,
-        )
-        logprobs = batch_logprobs(logits, drafts, new_token_ids, params)
+        new_token_ids, logprobs = executor._choose(logits, drafts, sampling)
         pending.resolve(new_token_ids, logprobs)
         return pad_tokens(new_token_ids, most, self.tables.device)
 

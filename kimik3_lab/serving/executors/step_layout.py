@@ -74,20 +74,15 @@ def lay_out(
     starts : mapping of str to int
         What :meth:`~kimik3_lab.serving.executors.request_states.RequestStates.update` made of it.
     """
-    counts, checkpoints = output.num_scheduled_tokens, output.prefill_checkpoints
-    chunks = [
-        Chunk(req_id, start, start + counts[req_id], checkpoints.get(req_id, 0))
-        for req_id, start in starts.items()
-    ]
+    chunks = _chunks(output, starts)
     scheduled = []
     for chunk, rows in zip(chunks, states.prepare(chunks), strict=True):
         request = requests[chunk.req_id]
         drafted = output.scheduled_spec_decode_tokens.get(chunk.req_id, [])
         draft = (request.draft or Draft([])).matching(drafted)
         inside_prompt = chunk.stop - len(drafted) < len(request.token_ids)
-        assert request.slot is not None
         segment = Segment(
-            request.slot,
+            _slot(request),
             chunk.start,
             chunk.stop - chunk.start,
             len(drafted),
@@ -111,11 +106,7 @@ def lay_out_ahead(
     Its drafts are placeholders, and a chunk with drafts in flight before it may begin earlier than
     the plan says.
     """
-    counts, checkpoints = output.num_scheduled_tokens, output.prefill_checkpoints
-    chunks = [
-        Chunk(req_id, start, start + counts[req_id], checkpoints.get(req_id, 0))
-        for req_id, start in starts.items()
-    ]
+    chunks = _chunks(output, starts)
     slots = [_slot(requests[chunk.req_id]) for chunk in chunks]
     scheduled = []
     for chunk, slot, rows in zip(chunks, slots, states.prepare(chunks, slots), strict=True):
@@ -127,6 +118,14 @@ def lay_out_ahead(
         draft = None if inside_prompt else Draft([-1] * num_drafts)
         scheduled.append(ScheduledRequest(request, chunk, segment, draft))
     return sorted(scheduled, key=lambda item: item.segment.order)
+
+
+def _chunks(output: SchedulerOutput, starts: Mapping[str, int]) -> list[Chunk]:
+    counts, checkpoints = output.num_scheduled_tokens, output.prefill_checkpoints
+    return [
+        Chunk(req_id, start, start + counts[req_id], checkpoints.get(req_id, 0))
+        for req_id, start in starts.items()
+    ]
 
 
 def _slot(request: RequestState) -> int:

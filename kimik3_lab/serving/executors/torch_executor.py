@@ -36,7 +36,7 @@ from kimik3_lab.serving.executors.step_counters import StepCounters
 from kimik3_lab.serving.executors.step_inputs import StepInputs
 from kimik3_lab.serving.executors.step_layout import ScheduledRequest, lay_out, model_inputs
 from kimik3_lab.serving.executors.step_metadata import Segment
-from kimik3_lab.serving.outputs import ModelRunnerOutput, SchedulerOutput
+from kimik3_lab.serving.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 __all__ = ["TorchExecutor"]
 
@@ -190,18 +190,8 @@ class TorchExecutor(ModelLimits):
 
         sampling = [item for item in scheduled if item.draft is not None]
         drafts = [item.draft for item in sampling if item.draft is not None]
-        params = [item.request.sampling_params for item in sampling]
-        new_token_ids = self.verifier(
-            logits,
-            drafts,
-            params,
-            [item.request.stream for item in sampling],
-            [len(item.request.token_ids) for item in sampling],
-            method=self.rejection_sample_method,
-            best=None if self.graphs is None else self.graphs.best,
-        )
+        new_token_ids, logprobs = self._choose(logits, drafts, sampling)
         self.num_host_waits += bool(sampling)
-        logprobs = batch_logprobs(logits, drafts, new_token_ids, params)
         sampled: dict[str, list[int]] = {item.req_id: [] for item in scheduled}
         for item, token_ids in zip(sampling, new_token_ids, strict=True):
             item.request.token_ids += token_ids
@@ -255,6 +245,22 @@ class TorchExecutor(ModelLimits):
         if self.execution.metadata == "eager":
             return inputs.run_eagerly(self.compute, self.mixer)
         return inputs.run(self.compute, self.mixer)
+
+    def _choose(
+        self, logits: Tensor, drafts: Sequence[Draft], sampling: Sequence[ScheduledRequest]
+    ) -> tuple[list[list[int]], list[list[TokenLogprobs]] | None]:
+        """Verify drafts and choose new tokens on the host; describe those that somebody asks of."""
+        params = [item.request.sampling_params for item in sampling]
+        new_token_ids = self.verifier(
+            logits,
+            drafts,
+            params,
+            [item.request.stream for item in sampling],
+            [len(item.request.token_ids) for item in sampling],
+            method=self.rejection_sample_method,
+            best=None if self.graphs is None else self.graphs.best,
+        )
+        return new_token_ids, batch_logprobs(logits, drafts, new_token_ids, params)
 
     def _settle(self, scheduled: Sequence[ScheduledRequest], sampled: dict[str, list[int]]) -> None:
         """Make final what was computed rightly, and take back rejected drafts."""
