@@ -296,7 +296,8 @@ def test_padding_that_has_a_seat_is_refused(scene: Scene, monkeypatch: pytest.Mo
     """A recording for four serves three: the fourth must write where nobody reads."""
     _padding_in_a_seat(monkeypatch)
     _, errors = scene.check("main 2026-09-13", stops=True, graphs=True)
-    assert "MLA" in scene.over(errors), errors
+    # Latent rows and the drafter's lie in the same pages: whose row is hit depends on the order.
+    assert {"MLA", "draft rows"} & scene.over(errors).keys(), errors
 
 
 # -- other rungs -------------------------------------------------------------------------------
