@@ -117,8 +117,9 @@ class Collectives:
         """Seconds until every rank has ``size`` bytes, of which each had an equal share.
 
         Half of an all-reduce, which is a reduction and a gather. Scattering costs the same. That is
-        right in bytes. Between two H200s small ones took 0.8 to 1.0 of an all-reduce and large ones
-        0.62 to 0.68; lesson 13 shows what it would change.
+        right in bytes, and too little in time: between two H200s small ones took 0.8 to 1.1 of an
+        all-reduce (1.0 to 1.4 in an earlier run), and large ones 0.61 to 0.66. Lesson 13 shows what
+        it would change.
         """
         return 0.5 * self.all_reduce(size)
 
@@ -133,7 +134,7 @@ def scaled_bandwidth(
     switches that add up on the way, which would be quicker, and more ranks to wait for;
     :mod:`kimik3_lab.performance.collective_scaling` makes an interval of it. Two H200s
     (``data/results/h200x2/collectives.json``, NCCL in a graph, a line through 64 to 256 MiB) give
-    0.311e12, so 8 B300 should reach about 0.356e12. The constant ``bulk_all_reduce``, set on a
+    0.313e12, so 8 B300 should reach about 0.358e12. The constant ``bulk_all_reduce``, set on a
     published first token before that was measured, is 0.365e12 and stays.
 
     Parameters
@@ -145,8 +146,8 @@ def scaled_bandwidth(
 
     Examples
     --------
-    >>> round(scaled_bandwidth(311e9, (2, 450e9), (8, 900e9)) / 1e9)
-    355
+    >>> round(scaled_bandwidth(313e9, (2, 450e9), (8, 900e9)) / 1e9)
+    358
     """
     (ranks, link), (more, other) = measured, wanted
     sent, to_send = 2 * (ranks - 1) / ranks, 2 * (more - 1) / more

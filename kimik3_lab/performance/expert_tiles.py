@@ -1,10 +1,10 @@
 """Time of the lab's expert kernel from the tiles it computes, not from the tokens it was given.
 
-Needs numpy. Lesson 11 explains with it why a first prediction of layers on two H200s missed those
-of 256 skewed tokens and of 4,096. The kernel works in *tiles*: so many rows of one expert, whose
-weights it reads once for all of them. Two things follow that a count of experts and pairs does not
-see. An expert with more tokens than a tile holds is read again for each further tile. And a tile
-that is half empty is multiplied as if it were full.
+Needs numpy. Lesson 11 halves with it what a first prediction of prompts on two H200s had missed.
+The kernel works in *tiles*: so many rows of one expert, whose weights it reads once for all of
+them. Two things follow that a count of experts and pairs does not see. An expert with more tokens
+than a tile holds is read again for each further tile. And a tile that is half empty is multiplied
+as if it were full.
 
 The rule of :func:`k3_kernels.moe_config.choose_config` says how large a tile is. A table of tuned
 constants may say something else for a shape that it has, which is none of those on two GPUs.

@@ -1,33 +1,26 @@
-"""The layers that two H200s ran, with what was predicted for them before and what is now.
+"""The layers that two H200s ran, with what had been predicted for them.
 
-Needs numpy. Lessons 02, 11 and 13 read the record through this. Three columns stay apart:
-
-*measured*; *predicted before*, written by the run itself after it had timed exchanges and before it
-timed a layer; and *predicted with tiles*, where one part, the routed experts, is priced by the
-tiles that the kernel computes (:mod:`kimik3_lab.performance.expert_tiles`). That form was chosen
-after the misses had been seen; its numbers were set on one GPU alone. Layers of a case that has not
-been measured yet have both predictions and no time.
+Needs numpy. Lessons 11 and 13 read the record through this. Two predictions stand beside each time.
+*Before* prices the routed experts by the experts that are read and the pairs that are computed.
+*With tiles* prices them by the tiles that the kernel computes
+(:mod:`kimik3_lab.performance.expert_tiles`): a form that was chosen after an earlier run of most of
+these cases had shown where the first one misses. Numbers of both were set on one GPU alone, and all
+of it before the run that is recorded.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from kimik3_lab.config import K3Config
 from kimik3_lab.paths import data_dir
-from kimik3_lab.performance.expert_tiles import TILED, TileCount, TileShape, draw_counts
-from kimik3_lab.performance.layer_cost import LayerCost
+from kimik3_lab.performance.expert_tiles import TileCount
 from kimik3_lab.performance.measured_collectives import MeasuredCollectives
 
-__all__ = ["LayerRow", "TwoGpus", "busiest_rank", "missing_cases"]
+__all__ = ["LayerRow", "TwoGpus"]
 
 Routing = Literal["uniform", "skewed", "placed"]
 
@@ -42,94 +35,62 @@ class LayerRow:
         ``"moe"`` or ``"whole"``; ``"tp"`` or ``"ep"``; load; T.
     us, us_compute, us_overlap
         Microseconds of the layer; with all exchanges left out; with the shared experts beside the
-        exchange of the latent sum. None where that was not measured.
+        exchange of the latent sum, None for a whole layer.
+    earlier_us
+        What the earlier run had measured, None where it was cut short.
     before_us, before_parts_us
-        As predicted before any layer had run.
+        As predicted with experts and pairs.
     tiles_us
         As predicted with tiles.
+    tiles
+        Of the busiest rank.
     imbalance
         Pairs of the busiest rank over the mean.
     parts_us
-        Parts of the layer, each timed alone.
+        Parts of the layer, each timed alone; only of whole layers with an even load.
     """
 
     layer: str
     parallel: str
     routing: Routing
     tokens: int
-    us: float | None
-    us_compute: float | None
+    us: float
+    us_compute: float
     us_overlap: float | None
+    earlier_us: float | None
     before_us: float
     before_parts_us: Mapping[str, float]
     tiles_us: float
+    tiles: TileCount
     imbalance: float
     parts_us: Mapping[str, float]
 
     @property
     def before_error(self) -> float:
         """Of the prediction before, relative to what was measured."""
-        return self.before_us / self._measured - 1
+        return self.before_us / self.us - 1
 
     @property
     def tiles_error(self) -> float:
         """Of the prediction with tiles."""
-        return self.tiles_us / self._measured - 1
+        return self.tiles_us / self.us - 1
 
     @property
     def exchanged(self) -> float:
         """Share of the layer that its exchanges add."""
-        assert self.us_compute is not None
-        return 1 - self.us_compute / self._measured
+        return 1 - self.us_compute / self.us
 
     @property
-    def _measured(self) -> float:
-        if self.us is None:
-            raise ValueError(
-                f"{self.layer} {self.parallel}2 {self.routing} T={self.tokens} was not measured"
-            )
-        return self.us
+    def summed_us(self) -> float:
+        """Sum of the parts as they were timed alone: exchanges too, and small kernels as priced.
 
-
-@cache
-def _draws(
-    experts: int, top_k: int, tokens: int, skewed: bool
-) -> tuple[npt.NDArray[np.int64], ...]:
-    generator = np.random.default_rng(tokens)
-    load: Literal["uniform", "skewed"] = "skewed" if skewed else "uniform"
-    times = 4 if tokens < 1024 else 1  # many tokens are their own mean
-    return tuple(draw_counts(experts, top_k, tokens, load, generator) for _ in range(times))
-
-
-def busiest_rank(
-    config: K3Config, parallel: str, tokens: int, routing: Routing, ranks: int = 2
-) -> TileCount:
-    """Count what the kernel computes on the busiest rank: means over draws of a load.
-
-    Tiles are those of the rule; ``placed`` deals the popular experts out over the ranks.
-
-    Examples
-    --------
-    >>> count = busiest_rank(K3Config.released(), "tp", 256, "skewed")
-    >>> 830 < count.experts < 860, 980 < count.tiles < 1020  # 150 experts are read again
-    (True, True)
-    """
-    experts, top_k = config.num_experts, config.num_experts_per_token
-    whole = parallel == "ep"
-    here = experts // ranks if whole else experts
-    width = config.moe_intermediate_size // (1 if whole else ranks)
-    tile = TileShape.by_rule(tokens * top_k, here)
-
-    def time(count: TileCount) -> float:
-        return TILED.us(count, latent=config.routed_expert_hidden_size, width=width)
-
-    found = []
-    for counts in _draws(experts, top_k, tokens, routing != "uniform"):
-        if routing == "placed":
-            counts = np.concatenate([counts[rank::ranks] for rank in range(ranks)])
-        parts = counts.reshape(ranks if whole else 1, here)
-        found.append(max((tile.count(part) for part in parts), key=time))
-    return TileCount(*np.mean(found, axis=0).tolist())
+        Examples
+        --------
+        >>> row = TwoGpus.load().rows(layer="whole", tokens=4096, routing="uniform")[0]
+        >>> abs(row.summed_us / row.us - 1) < 0.01  # the parts make the layer
+        True
+        """
+        return sum(self.parts_us.get(name, us) for name, us in self.before_parts_us.items())
 
 
 class TwoGpus:
@@ -139,6 +100,17 @@ class TwoGpus:
     ----------
     body
         The file's content.
+
+    Attributes
+    ----------
+    device
+        Which GPUs.
+    layers
+        All cases.
+    foretold
+        Cases that the earlier run had not timed, with what was then predicted for them.
+    earlier_run
+        Exchanges of that run.
 
     Examples
     --------
@@ -150,16 +122,12 @@ class TwoGpus:
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.body = body
         self.device: str = body["provenance"]["device"]
-        #: The run that timed the layers timed exchanges first and predicted from these.
-        self.first_run = MeasuredCollectives.from_rows(
-            body.get("collectives_first_run", body["collectives"]), 2
-        )
-        self.config = K3Config.released()
-        self.cost = LayerCost(self.config, "H200", self.first_run)
-        self.layers: tuple[LayerRow, ...] = tuple(self._row(row) for row in body["layers"])
-        self.not_measured: tuple[LayerRow, ...] = tuple(
-            self._row(row) for row in body.get("predicted_not_measured", ())
-        )
+        earlier, foretold = body["earlier_run"], body["predicted_before_measured"]["layers"]
+        self.earlier_run = MeasuredCollectives.from_rows(earlier["collectives"], 2)
+        seen = {_case(row): row["us"] for row in earlier["layers"]}
+        rows = {_case(row): {**row, "earlier_us": seen.get(_case(row))} for row in body["layers"]}
+        self.layers = tuple(_row(row) for row in rows.values())
+        self.foretold = tuple(_row({**rows[_case(row)], **row}) for row in foretold)
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> TwoGpus:
@@ -184,8 +152,8 @@ class TwoGpus:
 
         Examples
         --------
-        >>> [row.tokens for row in TwoGpus.load().rows(layer="moe", routing="placed")]
-        [1, 16, 64, 256]
+        >>> sorted(row.tokens for row in TwoGpus.load().rows(layer="moe", routing="placed"))
+        [1, 16, 64, 256, 4096]
         """
         return [
             row
@@ -193,54 +161,15 @@ class TwoGpus:
             if all(getattr(row, name) == value for name, value in wanted.items())
         ]
 
-    def _row(self, row: Mapping[str, Any]) -> LayerRow:
-        parallel = row["parallel"].removesuffix("2")
-        width = self.config.moe_intermediate_size // (1 if parallel == "ep" else 2)
-        experts_us = TILED.us(
-            self._count(row, parallel), latent=self.config.routed_expert_hidden_size, width=width
-        )
-        tiles = self.cost.layer_us(
-            row["layer"], row["T"], ranks=2, whole_experts=parallel == "ep",
-            distinct=row["distinct_experts_busiest_rank"], pairs=row["pairs_busiest_rank"],
-            experts_us=experts_us,
-        )  # fmt: skip
-        return LayerRow(
-            row["layer"], parallel, row["routing"], row["T"],
-            row.get("us"), row.get("us_compute"), row.get("us_overlap"),
-            row["predicted_us"], row["predicted_parts_us"], tiles.total,
-            row["imbalance"], row.get("parts_us", {}),
-        )  # fmt: skip
 
-    def _count(self, row: Mapping[str, Any], parallel: str) -> TileCount:
-        """Tiles of a case: counted by the run, or drawn anew for the experts that it counted."""
-        if "tiles_busiest_rank" in row:
-            return TileCount(*row["tiles_busiest_rank"])
-        drawn = busiest_rank(self.config, parallel, row["T"], row["routing"])
-        experts = row["distinct_experts_busiest_rank"]
-        more = experts / drawn.experts
-        return TileCount(experts, row["pairs_busiest_rank"], drawn.tiles * more, drawn.rows * more)
+def _case(row: Mapping[str, Any]) -> tuple[str, str, str, int]:
+    return row["layer"], row["parallel"], row["routing"], row["T"]
 
 
-def missing_cases(record: TwoGpus, cases: Sequence[tuple[str, int, str]]) -> Iterator[Any]:
-    """Predict layers that nobody has timed: rows for ``predicted_not_measured`` of the record.
-
-    Parameters
-    ----------
-    cases
-        Kind of parallelism, tokens and routing.
-    """
-    for parallel, tokens, routing in cases:
-        count = busiest_rank(record.config, parallel, tokens, routing)  # type: ignore[arg-type]
-        mean = tokens * record.config.num_experts_per_token / (2 if parallel == "ep" else 1)
-        for layer in ("moe", "whole") if routing != "placed" else ("moe",):
-            predicted = record.cost.layer_us(
-                layer, tokens, ranks=2, whole_experts=parallel == "ep",
-                distinct=count.experts, pairs=count.pairs,
-            )  # fmt: skip
-            yield {
-                "layer": layer, "parallel": f"{parallel}2", "routing": routing, "T": tokens,
-                "distinct_experts_busiest_rank": count.experts,
-                "pairs_busiest_rank": count.pairs, "imbalance": round(count.pairs / mean, 4),
-                "predicted_us": round(predicted.total, 2),
-                "predicted_parts_us": {n: round(us, 2) for n, us in predicted.parts.items()},
-            }  # fmt: skip
+def _row(row: Mapping[str, Any]) -> LayerRow:
+    return LayerRow(
+        row["layer"], row["parallel"].removesuffix("2"), row["routing"], row["T"],
+        row["us"], row["us_compute"], row.get("us_overlap"), row["earlier_us"],
+        row["predicted_us"], row["predicted_parts_us"], row["predicted_tiles_us"],
+        TileCount(*row["tiles_busiest_rank"]), row["imbalance"], row.get("parts_us", {}),
+    )  # fmt: skip

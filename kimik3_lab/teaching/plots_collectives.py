@@ -65,8 +65,9 @@ def exchange_times(
             **series_style(index),
             hovertemplate="%{x} bytes: %{y:.1f} us<extra>" + name + "</extra>",
         )  # fmt: skip
-        first = min(points)
-        ends.append((first, points[first], name, index))
+        # A label spans some sizes, over which times may go up and down.
+        near = [us for size, us in points.items() if size <= 64 * min(points)]
+        ends.append((min(points), min(near), max(near), name, index))
     name, latency, rate = line
     grid = [10 ** (low + (high - low) * i / 60) for i in range(61)]
     style = series_style(len(measured))
@@ -75,9 +76,9 @@ def exchange_times(
         line=style["line"], hovertemplate="%{y:.1f} us<extra>" + name + "</extra>",
     )  # fmt: skip
     # The flat left ends are apart; the line is written below itself, where it bends.
-    highest = max(y for _, y, _, _ in ends)
-    for first, y, text, index in ends:
-        label(figure, first, y * (1.25 if y == highest else 0.78), text, index)
+    highest = max(most for _, _, most, _, _ in ends)
+    for first, least, most, text, index in ends:
+        label(figure, first, 1.25 * most if most == highest else 0.78 * least, text, index)
     bend = latency * rate
     label(figure, 1.5 * bend, 0.72 * (latency + 1.5 * bend / rate), name, len(measured))
     for size, text in marks.items():
@@ -144,22 +145,22 @@ def prediction_errors(
 
 
 def share_bars(
-    tokens: Sequence[int], series: Mapping[str, Sequence[float | None]], *, title: str
+    tokens: Sequence[int], series: Mapping[str, Sequence[float]], *, title: str
 ) -> go.Figure:
-    """Draw the share of a layer that its exchanges take, in percent; None was not measured.
+    """Draw the share of a layer that its exchanges take, in percent.
 
     Examples
     --------
-    >>> figure = share_bars([1, 4096], {"TP2": [12.3, 4.1], "EP2": [11.5, None]}, title="")
+    >>> figure = share_bars([1, 4096], {"TP2": [11.8, 3.5], "EP2": [10.6, 4.1]}, title="")
     >>> list(figure.data[1].text)
-    ['11.5', '']
+    ['10.6', '4.1']
     """
     figure = go.Figure()
     for index, (name, values) in enumerate(series.items()):
         figure.add_bar(
             x=[f"{count:,}" for count in tokens], y=list(values), name=name,
             marker={"color": COLORS[index], "pattern": {"shape": ("", "/", "x")[index]}},
-            text=["" if value is None else f"{value:.1f}" for value in values],
+            text=[f"{value:.1f}" for value in values],
             textposition="outside", cliponaxis=False,
             hovertemplate="%{x} tokens: %{y:.1f} %<extra>" + name + "</extra>",
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log10
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def test_check_4_says_what_it_wants(answer: object) -> None:
 
 def test_exchange_times_draws_the_line_that_it_is_given() -> None:
     figure = exchange_times(
-        {"graph": {4096: 13.0, 1 << 28: 900.0}, "eager": {4096: 47.0, 1 << 28: 927.0}},
+        {"graph": {4096: 13.0, 1 << 28: 900.0}, "eager": {4096: 47.0, 8192: 80.0, 1 << 28: 927.0}},
         ("line", 20.0, 3e5), {7168: "one token"}, title="t",
     )  # fmt: skip
     graph, eager, line = figure.data
@@ -70,6 +71,9 @@ def test_exchange_times_draws_the_line_that_it_is_given() -> None:
     assert line.y[0] == pytest.approx(20.0 + 4096 / 3e5)
     assert line.y[-1] == pytest.approx(20.0 + (1 << 28) / 3e5)
     texts = [note.text for note in figure.layout.annotations]
+    heights = {note.text: note.y for note in figure.layout.annotations}
+    assert heights["eager"] > log10(80.0)  # above the times beside it
+    assert heights["graph"] < log10(13.0)
     assert sum("one token" in text for text in texts) == 1
     assert graph.line.dash != eager.line.dash != line.line.dash  # readable without colour
 
@@ -86,8 +90,9 @@ def test_prediction_errors_keeps_the_two_columns_apart() -> None:
     assert before.marker.symbol != after.marker.symbol
 
 
-def test_share_bars_leave_out_what_was_not_measured() -> None:
-    figure = share_bars([1, 4096], {"TP2": [12.3, 4.1], "EP2": [11.5, None]}, title="t")
-    assert list(figure.data[0].text) == ["12.3", "4.1"]
-    assert list(figure.data[1].text) == ["11.5", ""]
+def test_share_bars_write_the_share_on_each() -> None:
+    figure = share_bars([1, 4096], {"TP2": [11.83, 3.46], "EP2": [10.61, 4.05]}, title="t")
+    assert list(figure.data[0].x) == ["1", "4,096"]
+    assert list(figure.data[0].text) == ["11.8", "3.5"]
+    assert list(figure.data[1].text) == ["10.6", "4.0"]
     assert figure.data[0].marker.pattern.shape != figure.data[1].marker.pattern.shape

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kimik3_lab.paths import data_dir, repository_dir
+from kimik3_lab.performance.layer_record import TwoGpus
 from kimik3_lab.performance.published import BASELINE, IMPROVED
 from kimik3_lab.simulation.aiconfigurator import best_settings
 
@@ -73,3 +74,37 @@ def test_the_hour(prose: str) -> None:
     spread = cases["one node, rows spread over its GPUs (DCP8)"]["cached_share"]
     assert 1 / 7 < spread < 1 / 5.5  # "a sixth"
     assert max(case["cpu_s"] for case in cases.values()) < 30  # "half a minute of one core"
+
+
+def test_two_gpus(prose: str) -> None:
+    two = TwoGpus.load()
+
+    def hits(which: str, *tokens: int) -> int:
+        rows = [row for row in two.layers if row.tokens in tokens]
+        return sum(abs(getattr(row, which)) <= 0.1 for row in rows)
+
+    small, large, every = (1, 16, 64), (256, 4096), (1, 16, 64, 256, 4096)
+    assert len(two.layers) == 45 and "Forty-five cases" in prose
+    assert f"{hits('before_error', *small)} of 27 cases within 10 %" in prose
+    assert f"That is {hits('before_error', *every)} of 45." in prose
+    assert f"Over all it is {hits('tiles_error', *every)} of 45" in prose
+    assert (hits("tiles_error", 256), hits("tiles_error", 4096)) == (1, 4)
+    assert f"to 10 %, and {hits('before_error', *large)} of 18 beyond" in prose
+    assert f"in the model, {hits('tiles_error', *large)} of 18" in prose
+    before, tiles = (
+        [abs(getattr(row, which)) for row in two.foretold]
+        for which in ("before_error", "tiles_error")
+    )
+    assert (sum(x <= 0.1 for x in before), sum(x <= 0.1 for x in tiles)) == (0, 2)
+    assert (
+        f"by {100 * min(before):.0f} to {100 * max(before):.0f} and by "
+        f"{100 * min(tiles):.0f} to {100 * max(tiles):.0f} %" in prose
+    )
+    assert "none of five within 10 % by experts and pairs, two by tiles" in prose
+    slower = [
+        row.us / row.earlier_us
+        for row in two.layers
+        if row.tokens in (16, 64, 256) and row.earlier_us
+    ]
+    low, high = (round(100 * x - 100) for x in (min(slower), max(slower)))
+    assert f"is {low} to {high} % slower in all {len(slower)} cases" in prose
