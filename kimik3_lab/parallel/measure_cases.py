@@ -168,6 +168,7 @@ def measure_layers(
         for name in ("moe", "whole"):
             if name == "whole" and load == "placed":
                 continue
+            predicted = _predict(cost, facts, name, tokens, kind, ranks.size)
             variants: dict[str, Callable[[int], Any]] = {}
             for what, group, overlap in (
                 ("us", ranks, False), ("us_compute", Ranks(), False), ("us_overlap", ranks, True),
@@ -198,7 +199,9 @@ def measure_layers(
             }  # fmt: skip
             if name == "whole" and load == "uniform":
                 row["parts_us"] = _parts_us(ranks, plan, layer, draws)
-            row |= _compare(cost, row, kind, ranks.size)
+            row |= predicted
+            row["error"] = round(row["predicted_us"] / row["us"] - 1, 4)
+            row["error_tiles"] = round(row["predicted_tiles_us"] / row["us"] - 1, 4)
             say(ranks, json.dumps(row))
             yield row
 
@@ -222,29 +225,29 @@ def _parts_us(ranks: Ranks, plan: Plan, layer: Any, draws: Any) -> dict[str, flo
     return times
 
 
-def _compare(cost: LayerCost, row: dict[str, Any], kind: str, size: int) -> dict[str, Any]:
-    """Predict a row from its counts, and say by how much that is off.
+def _predict(
+    cost: LayerCost, facts: dict[str, Any], layer: str, tokens: int, kind: str, size: int
+) -> dict[str, Any]:
+    """Predict a row from what was drawn for it, before it is timed.
 
     Twice: with experts priced by the experts read and pairs computed, as all rows were before any
     layer had been timed, and by tiles.
     """
     case = {
         "ranks": size, "whole_experts": kind == "ep",
-        "distinct": row["distinct_experts_busiest_rank"], "pairs": row["pairs_busiest_rank"],
+        "distinct": facts["distinct_experts_busiest_rank"], "pairs": facts["pairs_busiest_rank"],
     }  # fmt: skip
-    predicted = cost.layer_us(row["layer"], row["T"], **case)
+    predicted = cost.layer_us(layer, tokens, **case)
     experts_us = TILED.us(
-        TileCount(*row["tiles_busiest_rank"]),
+        TileCount(*facts["tiles_busiest_rank"]),
         latent=cost.config.routed_expert_hidden_size,
         width=cost.config.moe_intermediate_size // (1 if kind == "ep" else size),
     )
-    tiles = cost.layer_us(row["layer"], row["T"], experts_us=experts_us, **case)
+    tiles = cost.layer_us(layer, tokens, experts_us=experts_us, **case)
     return {
         "predicted_us": round(predicted.total, 2),
         "predicted_parts_us": {name: round(us, 2) for name, us in predicted.parts.items()},
-        "error": round(predicted.total / row["us"] - 1, 4),
         "predicted_tiles_us": round(tiles.total, 2),
-        "error_tiles": round(tiles.total / row["us"] - 1, 4),
     }
 
 
