@@ -138,8 +138,14 @@ def check_3(best_k: Callable[[float, Callable[[int], float]], int]) -> None:
     count = 0
     for name, step in steps.items():
         for chance in (0.0, 0.3, 0.6, 0.8, 0.95):
-            k = best_k(chance, step)
             text = f"{name}, a draft is right with {chance:.0%}"
+            try:
+                k = best_k(chance, step)
+            except ArithmeticError as error:
+                raise AssertionError(
+                    f"{text}: {type(error).__name__}, {error}. Every probability from 0 up to, "
+                    "but not including, 1 may come"
+                ) from error
             assert isinstance(k, int) and not isinstance(k, bool) and 0 <= k <= 8, (
                 f"{text}: expected a whole number from 0 to 8, got {k!r}"
             )

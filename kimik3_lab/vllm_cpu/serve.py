@@ -122,12 +122,22 @@ def serve_command(
     more
         Further options of ``vllm serve``. They come last, so that they win.
 
+    Raises
+    ------
+    VllmCpuError
+        If they ask for prefix caching.
+
     Examples
     --------
     >>> words = serve_command(Path("data/tiny-k3"), port=8100, more=["--max-num-seqs", "2"])
     >>> words[:2], words[-4:]
     (['vllm', 'serve'], ['--max-num-seqs', '8', '--max-num-seqs', '2'])
     """
+    if "--enable-prefix-caching" in more:
+        raise VllmCpuError(
+            "--enable-prefix-caching: vLLM's attention for CPUs (CPU_MLA) does not have it. Leave "
+            "it out; `k3lab serve` has prefix caching, and vLLM on a GPU"
+        )
     folder = default_model_dir() if model is None else model
     words = [str(vllm), "serve", str(folder)]
     for name, value in REQUIRED:

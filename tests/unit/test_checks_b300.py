@@ -144,6 +144,11 @@ def test_check_3_refuses(mistake: str) -> None:
         checks_b300.check_3(lambda p, s: best_k(p, s, mistake))
 
 
+def test_check_3_names_the_case_that_divides_by_zero() -> None:
+    with pytest.raises(AssertionError, match="right with 0%: ZeroDivisionError"):
+        checks_b300.check_3(lambda p, s: int(1 / p))
+
+
 @pytest.mark.parametrize("answer", [None, 2.0, 9, -1, True])
 def test_check_3_wants_a_number_of_drafts(answer: object) -> None:
     with pytest.raises(AssertionError, match="expected a whole number from 0 to 8"):

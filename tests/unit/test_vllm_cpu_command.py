@@ -54,6 +54,7 @@ def test_a_dry_run_prints_what_would_run(monkeypatch: pytest.MonkeyPatch) -> Non
         (("--max-num-sequences", "2"), "no such option"),
         (("--moe-backend", "abacus"), "must be one of"),
         (("--model", "/nowhere"), "no checkpoint in /nowhere"),
+        (("--enable-prefix-caching",), "CPU_MLA.* does not have it.*k3lab serve"),
     ],
 )
 def test_a_mistake_is_found_before_vllm_starts(words: tuple[str, ...], message: str) -> None:
