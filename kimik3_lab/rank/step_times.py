@@ -22,12 +22,8 @@ from torch import Tensor
 from kimik3_lab.rank.acceptance import ScriptedProposer
 from kimik3_lab.rank.build import Rung
 from kimik3_lab.serving.executors.drafts import DraftRequest
-from kimik3_lab.serving.executors.step_metadata import (
-    Segment,
-    StateRows,
-    StepMetadata,
-    step_numbers,
-)
+from kimik3_lab.serving.executors.step_metadata import StepMetadata, step_numbers
+from kimik3_lab.serving.executors.step_parts import Segment, StateRows
 from kimik3_lab.serving.executors.triton_linear import library_linear
 from kimik3_lab.serving.executors.triton_model import TritonK3
 from kimik3_lab.serving.executors.triton_proposer import TritonProposer

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kimik3_lab.serving.executors.cuda_graphs import DecodeGraphs
-from kimik3_lab.serving.executors.step_metadata import Segment
+from kimik3_lab.serving.executors.step_parts import Segment
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 from kimik3_lab.serving.executors.triton_model import TritonK3
 from kimik3_lab.serving.executors.triton_moe import TritonMoE

@@ -34,7 +34,8 @@ from kimik3_lab.serving.executors.execution import ExecutionConfig
 from kimik3_lab.serving.executors.paged_cache import PagedCache
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
 from kimik3_lab.serving.executors.proposer import Proposer
-from kimik3_lab.serving.executors.step_metadata import Decodes, StepMetadata
+from kimik3_lab.serving.executors.step_metadata import StepMetadata
+from kimik3_lab.serving.executors.step_parts import Decodes
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 from kimik3_lab.serving.executors.triton_proposer import TritonProposer
 from kimik3_lab.serving.presets import LADDER

@@ -26,7 +26,8 @@ from kimik3_lab.serving.executors.kda_states import Commit
 from kimik3_lab.serving.executors.paged_cache import PagedCache
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
 from kimik3_lab.serving.executors.step_counters import StepCounters
-from kimik3_lab.serving.executors.step_metadata import Segment, StateRows, StepMetadata
+from kimik3_lab.serving.executors.step_metadata import StepMetadata
+from kimik3_lab.serving.executors.step_parts import Segment, StateRows
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 from kimik3_lab.serving.executors.triton_linear import Skinny
 from kimik3_lab.serving.executors.triton_mixer import KdaWeights, TritonMixer

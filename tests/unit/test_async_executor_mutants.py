@@ -24,7 +24,7 @@ from kimik3_lab.serving.executors.async_tables import SeatTables
 from kimik3_lab.serving.executors.kda_states import CommitTensors
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
 from kimik3_lab.serving.executors.pending_step import PendingStep
-from kimik3_lab.serving.executors.step_metadata import Decodes
+from kimik3_lab.serving.executors.step_parts import Decodes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

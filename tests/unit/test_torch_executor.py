@@ -20,10 +20,11 @@ from kimik3_lab.serving import (
     Scheduler,
     SchedulerConfig,
 )
-from kimik3_lab.serving.executors import step_metadata
+from kimik3_lab.serving.executors import step_parts
 from kimik3_lab.serving.executors.paged_attention import absorbed_decode
 from kimik3_lab.serving.executors.paged_cache import PagedCache
-from kimik3_lab.serving.executors.step_metadata import Segment, StateRows, StepMetadata
+from kimik3_lab.serving.executors.step_metadata import StepMetadata
+from kimik3_lab.serving.executors.step_parts import Segment, StateRows
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -145,7 +146,7 @@ def test_many_decodes_are_split_to_bound_memory(
     expected: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_metadata, "MAX_GATHERED_ROWS", 50)
+    monkeypatch.setattr(step_parts, "MAX_GATHERED_ROWS", 50)
     assert tokens_of(make_engine(model, seqs=6), prompts) == expected
 
 

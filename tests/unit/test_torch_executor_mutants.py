@@ -21,7 +21,8 @@ from kimik3_lab.serving.executors.kda_states import KdaStates
 from kimik3_lab.serving.executors.paged_cache import PagedCache
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
 from kimik3_lab.serving.executors.request_states import RequestStates
-from kimik3_lab.serving.executors.step_metadata import Decodes, Prefill, StateRows, StepMetadata
+from kimik3_lab.serving.executors.step_metadata import StepMetadata
+from kimik3_lab.serving.executors.step_parts import Decodes, Prefill, StateRows
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,7 +14,7 @@ from kimik3_lab.serving import CacheConfig, Engine, Request, Scheduler, Schedule
 from kimik3_lab.serving.executors import kda_records
 from kimik3_lab.serving.executors.kda_states import Chunk, Commit, KdaStates
 from kimik3_lab.serving.executors.paged_cache import PagedCache, StateMove
-from kimik3_lab.serving.executors.step_metadata import StateRows
+from kimik3_lab.serving.executors.step_parts import StateRows
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,10 +4,11 @@ Needs torch, module by module; importing this package alone imports nothing. Les
 
 Read :mod:`~kimik3_lab.serving.executors.torch_executor` first: a step from the scheduler's plan to
 its tokens. Then where things lie (``paged_cache``, ``kda_states``, ``request_states``), how rows
-are laid out (``step_layout``, ``step_metadata``) and computed (``backends``, ``paged_mixer``,
-``paged_attention``, ``kda_records``; ``triton_*`` and ``cuda_graphs`` on a GPU), what is drafted
-and kept (``proposer``, ``rejection_sampler``, ``sampler``), and what it cost (``step_counters``).
-Last, how a step begins before the one before it has answered (``async_steps``).
+are laid out (``step_layout``, ``step_parts``, ``step_metadata``) and computed (``backends``,
+``paged_mixer``, ``paged_attention``, ``kda_records``; ``triton_*`` and ``cuda_graphs`` on a GPU),
+what is drafted and kept (``proposer``, ``rejection_sampler``, ``sampler``), and what it cost
+(``step_counters``). Last, how a step begins before the one before it has answered
+(``async_steps``).
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ __all__ = [
     "step_inputs",
     "step_layout",
     "step_metadata",
+    "step_parts",
     "torch_executor",
     "triton_attention",
     "triton_linear",

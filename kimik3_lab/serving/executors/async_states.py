@@ -20,7 +20,7 @@ from kimik3_lab.serving.executors.async_tables import SeatTables
 from kimik3_lab.serving.executors.kda_states import Chunk, CommitTensors, KdaStates
 from kimik3_lab.serving.executors.paged_cache import StateMove
 from kimik3_lab.serving.executors.pinned import send_columns
-from kimik3_lab.serving.executors.step_metadata import StateRows
+from kimik3_lab.serving.executors.step_parts import StateRows
 
 __all__ = ["AsyncKdaStates"]
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kimik3_lab.serving.executors.pinned import send_columns
-from kimik3_lab.serving.executors.step_metadata import Decodes, StepMetadata
+from kimik3_lab.serving.executors.step_metadata import StepMetadata
+from kimik3_lab.serving.executors.step_parts import Decodes
 
 __all__ = ["SeatTables"]
 
@@ -41,7 +42,7 @@ class SeatTables:
         int64 ``[S + 1]``: tokens in the cache, rejected drafts taken off.
     num_accepted : Tensor
         int64 ``[S + 1]``: where the KDA state is, see
-        :class:`~kimik3_lab.serving.executors.step_metadata.StateRows`.
+        :class:`~kimik3_lab.serving.executors.step_parts.StateRows`.
     last_token : Tensor
         int64 ``[S + 1]``: sampled and not computed yet.
     drafts : Tensor

@@ -34,7 +34,8 @@ from kimik3_lab.serving.executors.graph_recordings import (
 from kimik3_lab.serving.executors.paged_cache import PagedCache
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
 from kimik3_lab.serving.executors.step_counters import StepCounters
-from kimik3_lab.serving.executors.step_metadata import Segment, StepMetadata
+from kimik3_lab.serving.executors.step_metadata import StepMetadata
+from kimik3_lab.serving.executors.step_parts import Segment
 
 __all__ = [
     "AfterForward",

@@ -15,13 +15,8 @@ from torch import Tensor
 from kimik3_lab.serving.executors.paged_cache import PagedCache
 from kimik3_lab.serving.executors.pinned import to_device
 from kimik3_lab.serving.executors.step_counters import StepCounters
-from kimik3_lab.serving.executors.step_metadata import (
-    Decodes,
-    Segment,
-    StateRows,
-    StepMetadata,
-    step_numbers,
-)
+from kimik3_lab.serving.executors.step_metadata import StepMetadata, step_numbers
+from kimik3_lab.serving.executors.step_parts import Decodes, Segment, StateRows
 
 __all__ = ["CudaRecorder", "GraphShape", "Recorder", "Recording", "padded_size"]
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from kimik3_lab.serving.config import CacheConfig
 from kimik3_lab.serving.executors.paged_cache import PagedCache, StateMove
 from kimik3_lab.serving.executors.pinned import send_columns, to_device
-from kimik3_lab.serving.executors.step_metadata import StateRows
+from kimik3_lab.serving.executors.step_parts import StateRows
 from kimik3_lab.serving.prefill_checkpoint import cdiv
 
 __all__ = ["Chunk", "Commit", "CommitTensors", "KdaStates"]

@@ -25,7 +25,8 @@ from kimik3_lab.serving.executors.execution import ExecutionConfig
 from kimik3_lab.serving.executors.kda_states import Commit, CommitTensors
 from kimik3_lab.serving.executors.paged_attention import absorbed_decode, absorbing_pays
 from kimik3_lab.serving.executors.paged_cache import KdaLayer, PagedCache
-from kimik3_lab.serving.executors.step_metadata import Decodes, Part, Prefill, StepMetadata
+from kimik3_lab.serving.executors.step_metadata import StepMetadata
+from kimik3_lab.serving.executors.step_parts import Decodes, Part, Prefill
 
 __all__ = ["PagedMixer"]
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from kimik3_lab.serving.executors.cuda_graphs import DecodeGraphs, FillIn
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
 from kimik3_lab.serving.executors.pinned import to_device
-from kimik3_lab.serving.executors.step_metadata import Segment, StepMetadata, step_numbers
+from kimik3_lab.serving.executors.step_metadata import StepMetadata, step_numbers
+from kimik3_lab.serving.executors.step_parts import Segment
 
 __all__ = ["StepInputs"]
 

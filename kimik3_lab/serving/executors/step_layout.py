@@ -12,7 +12,7 @@ from kimik3_lab.serving.executors.async_states import AsyncKdaStates
 from kimik3_lab.serving.executors.drafts import Draft, DraftRequest
 from kimik3_lab.serving.executors.kda_states import Chunk, KdaStates
 from kimik3_lab.serving.executors.request_states import RequestState, RequestStates
-from kimik3_lab.serving.executors.step_metadata import Segment
+from kimik3_lab.serving.executors.step_parts import Segment
 from kimik3_lab.serving.outputs import SchedulerOutput
 
 __all__ = ["ScheduledRequest", "lay_out", "lay_out_ahead", "model_inputs", "model_inputs_ahead"]

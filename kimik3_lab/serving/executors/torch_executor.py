@@ -35,7 +35,7 @@ from kimik3_lab.serving.executors.request_states import RequestStates
 from kimik3_lab.serving.executors.step_counters import StepCounters
 from kimik3_lab.serving.executors.step_inputs import StepInputs
 from kimik3_lab.serving.executors.step_layout import ScheduledRequest, lay_out, model_inputs
-from kimik3_lab.serving.executors.step_metadata import Segment
+from kimik3_lab.serving.executors.step_parts import Segment
 from kimik3_lab.serving.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 __all__ = ["TorchExecutor"]

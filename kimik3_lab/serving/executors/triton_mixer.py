@@ -29,7 +29,8 @@ from kimik3_lab.serving.executors.kda_states import CommitTensors
 from kimik3_lab.serving.executors.paged_cache import PagedCache
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
 from kimik3_lab.serving.executors.pinned import to_device
-from kimik3_lab.serving.executors.step_metadata import Decodes, Prefill, StepMetadata
+from kimik3_lab.serving.executors.step_metadata import StepMetadata
+from kimik3_lab.serving.executors.step_parts import Decodes, Prefill
 from kimik3_lab.serving.executors.triton_attention import (
     chunk_expanded,
     expanding_pays,
