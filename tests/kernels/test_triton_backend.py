@@ -29,8 +29,9 @@ from kimik3_lab.serving.executors.step_counters import StepCounters
 from kimik3_lab.serving.executors.step_metadata import StepMetadata
 from kimik3_lab.serving.executors.step_parts import Segment, StateRows
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
+from kimik3_lab.serving.executors.triton_kda_inputs import KdaWeights
 from kimik3_lab.serving.executors.triton_linear import Skinny
-from kimik3_lab.serving.executors.triton_mixer import KdaWeights, TritonMixer
+from kimik3_lab.serving.executors.triton_mixer import TritonMixer
 from kimik3_lab.serving.executors.triton_model import TritonK3, TritonKda, TritonStream
 from kimik3_lab.serving.executors.triton_moe import TritonMoE, pack_experts
 

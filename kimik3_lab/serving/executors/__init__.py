@@ -49,6 +49,7 @@ __all__ = [
     "step_parts",
     "torch_executor",
     "triton_attention",
+    "triton_kda_inputs",
     "triton_linear",
     "triton_mixer",
     "triton_model",

@@ -24,8 +24,9 @@ from kimik3_lab.reference.norms import RMSNorm
 from kimik3_lab.serving.executors.execution import ExecutionConfig
 from kimik3_lab.serving.executors.paged_cache import PagedCache
 from kimik3_lab.serving.executors.step_counters import StepCounters
+from kimik3_lab.serving.executors.triton_kda_inputs import KdaInputs, KdaWeights
 from kimik3_lab.serving.executors.triton_linear import JoinedLinear, Skinny
-from kimik3_lab.serving.executors.triton_mixer import KdaInputs, KdaWeights, TritonMixer
+from kimik3_lab.serving.executors.triton_mixer import TritonMixer
 from kimik3_lab.serving.executors.triton_moe import TritonMLP, TritonMoE
 
 __all__ = ["TritonK3", "TritonKda", "TritonMla", "TritonStream"]
