@@ -32,19 +32,23 @@ def text(x: float, y: float, words: str, **style: object) -> str:
     return f'<text x="{x:g}" y="{y:g}"{shown}>{escape(words)}</text>'
 
 
-def bar(y: float, share: float, again: float | None, color: str, words: str, ink: str) -> list[str]:
-    """Return a bar as long as its share of the floor, with its rate in it, and the second run's."""
-    end = LEFT + share * (FLOOR - LEFT)
+def bar(y: float, rates: list[float], floor: float, color: str, name: str, ink: str) -> list[str]:
+    """Return a bar as long as its share of the floor, with its rate in it.
+
+    If there are two rates, the second run's is marked, and stands to the right.
+    """
+    end, *others = (LEFT + rate / floor * (FLOOR - LEFT) for rate in rates)
     parts = [
         f'<rect x="{LEFT}" y="{y:g}" width="{end - LEFT:.1f}" height="{BAR}" fill="{color}"/>',
-        text(LEFT + 8, y + 19, words, fill=ink, font_size=14),
+        text(LEFT + 8, y + 19, f"{name} {rates[0]:,.0f}", fill=ink, font_size=14),
     ]
-    if again is not None:
-        other, middle = LEFT + again * (FLOOR - LEFT), y + BAR / 2
-        parts.append(
-            f'<path d="M{end:.1f} {middle:g}H{other:.1f}M{other:.1f} {y + 4:g}v{BAR - 8}" '
-            f'stroke="{INK}" stroke-width="2.5" fill="none"/>'
-        )
+    for rate, other in zip(rates[1:], others, strict=True):
+        words = f"again {rate:,.0f}"
+        parts += [
+            f'<path d="M{end:.1f} {y + BAR / 2:g}H{other:.1f}M{other:.1f} {y + 4:g}v{BAR - 8}" '
+            f'stroke="{INK}" stroke-width="2.5" fill="none"/>',
+            text(round(max(end, other) + 8, 1), y + 19, words, fill=SOFT, font_size=13),
+        ]
     return parts
 
 
@@ -57,11 +61,7 @@ def group(record: RankRecord, concurrency: int, y: float, published: float) -> l
     ):
         runs = [record] if record.again is None else [record, record.again]
         rates = [run.need(rung, concurrency)["output_tokens_per_s"] for run in runs]
-        words = f"{name} {rates[0]:,.0f}"
-        if len(runs) > 1:
-            words += f", again {rates[1]:,.0f}"
-        other = rates[1] / floor if len(runs) > 1 else None
-        parts += bar(y + place * BAR, rates[0] / floor, other, color, words, ink)
+        parts += bar(y + place * BAR, rates, floor, color, name, ink)
     parts += [
         f'<line x1="{FLOOR}" y1="{y - 6}" x2="{FLOOR}" y2="{y + 2 * BAR + 6}" stroke="{LINE}" '
         'stroke-width="2.5" stroke-dasharray="5 4"/>',
@@ -94,8 +94,8 @@ def picture(record: RankRecord, published: dict[int, float]) -> str:
         "operations. Published: vLLM's two versions, all of K3."
     )
     twice = (
-        "Dark marks: the same ladder on a second machine. A first rung waits for its host, and so "
-        "differs most; counts are the same in both."
+        "Dark marks: the same ladder again, on a second machine. Counts are the same; what differs "
+        "is the first rung's steps with a piece of a prompt."
     )
     small = {"font_size": 13, "fill": SOFT}
     middle = {"text_anchor": "middle"}

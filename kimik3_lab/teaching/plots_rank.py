@@ -18,7 +18,7 @@ from kimik3_lab.teaching.plots import COLORS, label, series_style
 __all__ = ["gains_beside_published", "rungs", "step_curves", "step_parts"]
 
 _GREY = "#777777"
-_FLOOR, _PUBLISHED = "at the floor", "the same on 8 B300: Published"
+_PUBLISHED = "first rung x published gain"
 #: Fill and hatching of a step's parts, the second channel beside colour.
 _PARTS = ((COLORS[0], ""), (COLORS[5], "/"), (COLORS[3], ""), (COLORS[1], "\\"), ("#BBBBBB", "x"))
 
@@ -28,10 +28,11 @@ def rungs(
     *,
     names: Sequence[str],
     last_published: str,
+    again: Sequence[Mapping[str, Any]] = (),
     published: Mapping[int, float] | None = None,
     floors: Mapping[int, float] | None = None,
 ) -> go.Figure:
-    """Draw the throughput of every rung as a multiple of the first one, a line for a concurrency.
+    """Draw the throughput of every rung, a panel for each concurrency.
 
     Parameters
     ----------
@@ -41,8 +42,11 @@ def rungs(
         All rungs from the ground up. What has no row is marked as not measured.
     last_published
         The rung that the published comparison ends with.
+    again
+        Rows of a second run, drawn as open markers.
     published
-        By concurrency: the published gain of that rung, drawn as an open marker.
+        By concurrency: the published gain of that rung. Times the first rung it is drawn in a row
+        of its own: where September's rung would be, had it gained as much.
     floors
         By concurrency: output tokens a second if all steps of that rung were at their floor.
 
@@ -53,77 +57,86 @@ def rungs(
     ...                 {**row, "rung": "new", "output_tokens_per_s": 150.0}],
     ...                names=["old", "new"], last_published="new")
     >>> list(figure.data[0].x)
-    [1.0, 1.5]
+    [100.0, 150.0]
     """
     if last_published not in names:
         raise ValueError(f"no rung {last_published!r} among {list(names)}")
-    order = list(names)
+    order, published, floors = list(names), published or {}, floors or {}
     if published:
         order.insert(order.index(last_published) + 1, _PUBLISHED)
-    if floors:
-        order.append(_FLOOR)
-    figure = go.Figure()
     numbers = sorted({row["concurrency"] for row in rows})
-    missing: dict[str, list[int]] = {}
-    for index, concurrency in enumerate(numbers):
-        rate = {
-            row["rung"]: row["output_tokens_per_s"]
-            for row in rows
-            if row["concurrency"] == concurrency
-        }
-        there = [name for name in names if name in rate]
-        for name in names:
-            if name not in rate:
-                missing.setdefault(name, []).append(concurrency)
-        first, style = rate[there[0]], series_style(index)
-        name = f"{concurrency} concurrent"
-        figure.add_scatter(
-            x=[rate[n] / first for n in there], y=there, mode="lines+markers", name=name,
-            customdata=[rate[n] for n in there],
-            hovertemplate="%{y}: %{x:.2f} times, %{customdata:.0f} tokens/s<extra>" + name
-            + "</extra>", **style,
-        )  # fmt: skip
-        if last_published in rate:
-            _number(figure, rate[last_published] / first, last_published, index)
-        others = ((published, _PUBLISHED, 1.0), (floors, _FLOOR, first))
-        for values, place, unit in others:
-            if not values or concurrency not in values:
+    figure = make_subplots(
+        cols=len(numbers), subplot_titles=[f"{c} concurrent" for c in numbers],
+        shared_yaxes=True, horizontal_spacing=0.03,
+    )  # fmt: skip
+    for panel, concurrency in enumerate(numbers, 1):
+        runs = [
+            {r["rung"]: r["output_tokens_per_s"] for r in run if r["concurrency"] == concurrency}
+            for run in (rows, again)
+        ]
+        first = next(runs[0][name] for name in names if name in runs[0])
+        drawn = ((runs[0], "recorded", 0, ""), (runs[1], "again", 1, "-open"))
+        for rate, name, index, suffix in drawn:
+            there = [n for n in names if n in rate]
+            if not there:
                 continue
-            x = values[concurrency] / unit
-            marker = {**style["marker"], "size": 12, "line": {"width": 2.5}}
+            style = series_style(index)
             figure.add_scatter(
-                x=[x], y=[place], mode="markers", name=f"{name}, {place}",
-                marker={**marker, "symbol": style["marker"]["symbol"] + "-open"},
-                hovertemplate="%{x:.2f} times<extra>" + f"{name}, {place}</extra>",
+                x=[rate[n] for n in there], y=there, name=name, legendgroup=name,
+                mode="markers" if suffix else "lines+markers", showlegend=panel == 1,
+                line=style["line"], row=1, col=panel,
+                marker={**style["marker"], "symbol": style["marker"]["symbol"] + suffix,
+                        "line": {"width": 2.5, "color": style["marker"]["color"]}},
+                hovertemplate="%{y}: %{x:.0f} tokens/s<extra>" + name + "</extra>",
             )  # fmt: skip
-            _number(figure, x, place, index)
-        if floors and concurrency in floors:
-            label(figure, floors[concurrency] / first, _FLOOR, name, index, side="above")
-        else:
-            label(figure, rate[there[-1]] / first, there[-1], name, index, side="above")
-    largest = max(max(trace.x) for trace in figure.data)
-    for name, lacking in missing.items():
-        which = "" if lacking == numbers else " at " + ", ".join(map(str, lacking))
-        figure.add_annotation(
-            x=1.14 * largest, y=name, text=f"not measured{which}", showarrow=False,
-            xanchor="right", font={"color": _GREY, "size": 13}, bgcolor="white",
-        )  # fmt: skip
+        top = max([max(runs[0].values()), *runs[1].values()])
+        if last_published in runs[0]:
+            gain = runs[0][last_published] / first
+            _number(figure, runs[0][last_published], last_published, gain, panel)
+        if concurrency in published:
+            x = first * published[concurrency]
+            figure.add_scatter(
+                x=[x], y=[_PUBLISHED], mode="markers", name="8 B300: Published",
+                legendgroup="published", showlegend=panel == 1, row=1, col=panel,
+                marker={"symbol": "star-open", "size": 13, "color": "black"},
+                hovertemplate="%{x:.0f} tokens/s<extra>Published gain</extra>",
+            )  # fmt: skip
+            _number(figure, x, _PUBLISHED, published[concurrency], panel)
+            top = max(top, x)
+        if concurrency in floors:
+            figure.add_scatter(
+                x=[floors[concurrency]] * 2, y=[order[0], order[-1]], mode="lines",
+                name="September's rung at its floor", legendgroup="floor",
+                showlegend=panel == 1, line={"color": COLORS[3], "dash": "dash", "width": 2},
+                hovertemplate="%{x:.0f} tokens/s<extra>floor</extra>", row=1, col=panel,
+            )  # fmt: skip
+            top = max(top, floors[concurrency])
+        for name in (name for name in names if name not in runs[0]):
+            figure.add_annotation(
+                x=0.5 * first, y=name, text="not measured", showarrow=False,
+                font={"color": _GREY, "size": 13}, row=1, col=panel,
+            )  # fmt: skip
+        figure.update_xaxes(range=[0, 1.3 * top], nticks=5, col=panel)
     last = order.index(_PUBLISHED if published else last_published)
     figure.add_hline(y=last + 0.5, line={"color": _GREY, "dash": "dot", "width": 1.5})
-    figure.update_xaxes(title="output tokens/s, times the first rung", range=[0.85, 1.15 * largest])
-    figure.update_yaxes(categoryorder="array", categoryarray=order, range=[-0.5, len(order) - 0.2])
+    figure.update_xaxes(title="output tokens/s")
+    figure.update_yaxes(categoryorder="array", categoryarray=order, range=[-0.5, len(order) - 0.5])
     figure.update_layout(
         title="One rank of eight on one H200 (Miniature, Measured)",
-        height=140 + 34 * len(order),
-        showlegend=False,
+        height=230 + 30 * len(order),
+        margin={"t": 90},
+        legend={"orientation": "h", "x": 0, "y": -0.17, "yanchor": "top"},
     )
     return figure
 
 
-def _number(figure: go.Figure, x: float, y: str, index: int) -> None:
-    """Write a multiple to the right of its marker."""
-    label(figure, x, y, f"{x:.2f}", index)
-    figure.layout.annotations[-1].update(font={"size": 13}, bgcolor="rgba(255, 255, 255, 0.8)")
+def _number(figure: go.Figure, x: float, y: str, gain: float, panel: int) -> None:
+    """Write a gain to the right of its marker."""
+    number = "" if panel == 1 else str(panel)
+    figure.add_annotation(
+        x=x, y=y, text=f"{gain:.2f} x", showarrow=False, xanchor="left", xshift=9,
+        xref=f"x{number}", yref=f"y{number}", font={"size": 13}, bgcolor="rgba(255, 255, 255, 0.8)",
+    )  # fmt: skip
 
 
 def step_parts(parts: Mapping[str, Mapping[str, float]]) -> go.Figure:
@@ -182,6 +195,7 @@ def step_parts(parts: Mapping[str, Mapping[str, float]]) -> go.Figure:
 def gains_beside_published(
     measured: Mapping[str, Mapping[int, float]],
     published: Mapping[str, Mapping[int, float]],
+    again: Mapping[str, Mapping[int, float]] | None = None,
 ) -> go.Figure:
     """Draw September over 0.27.1: ours and the published, a panel for each figure.
 
@@ -191,6 +205,8 @@ def gains_beside_published(
         By title of a panel: gain by concurrency, on one rank of eight.
     published
         The same, of 8 B300 with collectives and the whole model.
+    again
+        The same as ``measured``, of a second run.
 
     Examples
     --------
@@ -200,19 +216,23 @@ def gains_beside_published(
     """
     titles = list(measured)
     figure = make_subplots(cols=len(titles), subplot_titles=titles, horizontal_spacing=0.07)
-    series = (("one rank, H200: Miniature, Measured", measured), ("8 B300: Published", published))
-    for index, (name, panels) in enumerate(series):
+    series = [("one rank, H200: Miniature, Measured", measured, 0, "")]
+    if again is not None:
+        series.append(("measured again", again, 5, "\\"))
+    series.append(("8 B300: Published", published, 1, "/"))
+    for name, panels, index, shape in series:
         for column, title in enumerate(titles, 1):
             values = panels[title]
             figure.add_bar(
                 x=[str(c) for c in values], y=list(values.values()), name=name,
                 text=[f"{value:.2f}" for value in values.values()], textposition="outside",
-                textfont={"size": 13}, showlegend=column == 1, legendgroup=name,
-                marker={"color": COLORS[index], "pattern": {"shape": ("", "/")[index]}},
+                textfont={"size": 13 if again is None else 11}, textangle=0,
+                showlegend=column == 1, legendgroup=name,
+                marker={"color": COLORS[index], "pattern": {"shape": shape}},
                 cliponaxis=False, row=1, col=column,
             )  # fmt: skip
     for column, title in enumerate(titles, 1):
-        top = max([*measured[title].values(), *published[title].values()])
+        top = max(max(panels[title].values()) for _, panels, *_ in series)
         figure.update_yaxes(range=[0, 1.15 * top], col=column)
         figure.add_hline(y=1, line={"color": _GREY, "dash": "dot", "width": 1.5}, col=column)
     figure.update_xaxes(title="concurrent requests", type="category")
@@ -220,6 +240,7 @@ def gains_beside_published(
     figure.update_layout(
         title="How many times less, from 0.27.1 to main of 2026-09-13",
         barmode="group",
+        bargap=0.1,
         height=430,
         margin={"t": 90},
         legend={"orientation": "h", "x": 0, "y": -0.25, "yanchor": "top"},

@@ -10,9 +10,9 @@ A file may be partial: the machine's time ended before the last rung. What is mi
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,8 @@ class RankRecord:
         Those that were measured or should have been, from the ground up.
     concurrencies : tuple of int
         Requests at a time for which there are rows.
+    again : RankRecord or None
+        The second run of the same ladder, if the file holds one.
 
     Examples
     --------
@@ -67,6 +69,8 @@ class RankRecord:
         named = {rung for rung, _ in self._rows} | set(body.get("not_measured", {}))
         self.rungs: tuple[Preset, ...] = tuple(p for p in LADDER if p.name in named)
         self.concurrencies = tuple(sorted({c for _, c in self._rows}))
+        again = body.get("again")
+        self.again = None if again is None else RankRecord({"workload": body["workload"], **again})
 
     @classmethod
     def read(cls, path: Path | None = None) -> RankRecord:
@@ -120,8 +124,12 @@ class RankRecord:
             f"{self.body['what']}: {self.body['workload']['layers']} of 93 layers",
             f"{there} of {cells} cells measured",
         ]
-        if note := self.body.get("note"):
-            lines += textwrap.wrap(f"note: {note}", 96)
+        for name, note in (
+            ("note", self.body.get("note")),
+            ("again", self.again and self.again.body["what"]),
+        ):
+            if note:
+                lines += textwrap.wrap(f"{name}: {note}", 96)
         return "\n".join(lines)
 
     # -- comparisons -------------------------------------------------------------------------
@@ -150,12 +158,6 @@ class RankRecord:
         row = self.need(rung, concurrency)
         return float(row["decode_step_ms"] / row["tokens_per_verify"])
 
-    def least_ttft_ms(self, concurrency: int) -> float:
-        """Shortest time to the first token of the measured rungs up to September's."""
-        names = [rung.name for rung in self.rungs if not rung.beyond_published]
-        there = [row for name in names if (row := self.row(name, concurrency)) is not None]
-        return float(min(row["ttft_ms"] for row in there))
-
     def alike(self, concurrency: int) -> dict[str, float]:
         """Milliseconds of a verification step on the rungs that compute it in the same way.
 
@@ -176,20 +178,46 @@ class RankRecord:
         times = self.alike(concurrency).values()
         return max(times) / min(times) - 1
 
-    def falls(self, concurrency: int) -> dict[tuple[str, str], float]:
-        """Pairs of neighbouring measured rungs of which the upper one is slower.
+    def apart(self, concurrency: int, key: str = "output_tokens_per_s") -> dict[str, float]:
+        """By rung: the second run's figure over this one's, less 1; cells that both have.
+
+        Counts are the same in both, so this is what machines and their neighbours do.
+        """
+        found = {}
+        for rung in self.rungs if self.again is not None else ():
+            one, other = (r and r.row(rung.name, concurrency) for r in (self, self.again))
+            if one and other:
+                found[rung.name] = float(other[key] / one[key] - 1)
+        return found
+
+    def stalls(self) -> dict[tuple[str, int], tuple[float, float]]:
+        """Cells in which one run has a step at least three times as long as the other's longest.
 
         Returns
         -------
         dict
-            By names of the lower and the upper rung: lost part of the throughput, 0 to 1.
+            By rung and concurrency: milliseconds of the longest step in this run and the other.
         """
-        there = [row for r in self.rungs if (row := self.row(r.name, concurrency)) is not None]
-        return {
-            (below["rung"], above["rung"]): 1 - ratio
-            for below, above in pairwise(there)
-            if (ratio := above["output_tokens_per_s"] / below["output_tokens_per_s"]) < 1
-        }
+        found = {}
+        for c in self.concurrencies:
+            for name, share in self.apart(c, "longest_step_ms").items():
+                if not 1 / 3 < 1 + share < 3:
+                    longest = float(self.need(name, c)["longest_step_ms"])
+                    found[name, c] = (longest, longest * (1 + share))
+        return found
+
+    def prompt_seconds(self, rung: str, concurrency: int) -> float:
+        """Seconds that steps with a prompt take at least: as few as the budget allows.
+
+        Their number is the prompts' tokens over the tokens of a step, rounded up; their length is
+        the median of those that were measured.
+        """
+        preset = next(p for p in self.rungs if p.name == rung)
+        row, work = self.need(rung, concurrency), self.body["workload"]
+        length = work["prompt_tokens"] + work["output_tokens"]
+        limit = preset.scheduler_config(length).scheduled_token_limit
+        steps = math.ceil(row["requests"] * work["prompt_tokens"] / limit)
+        return float(steps * row["prompt_step_ms"] / 1e3)
 
     def step_parts(self, concurrency: int) -> dict[str, float]:
         """Milliseconds of a verification step, split into the floor and what comes on top.
@@ -247,27 +275,36 @@ class RankRecord:
     def worth(self) -> pd.DataFrame:
         """Tabulate what each rung added to the throughput of the nearest measured one below it.
 
-        Where rungs between the two were not measured, their number stands beside the figure.
+        Where rungs between the two were not measured, their number stands beside the figure. If
+        there is a second run, its figure follows after a bar.
         """
         import pandas as pd
 
-        lines: dict[str, list[str]] = {}
-        below: dict[int, tuple[int, float]] = {}
-        for place, rung in enumerate(self.rungs):
-            found = [rung.change]
-            for c in self.concurrencies:
-                row = self.row(rung.name, c)
-                if row is None:
-                    found.append(NOT_MEASURED)
-                    continue
-                rate = row["output_tokens_per_s"]
-                if c in below:
-                    steps, before = place - below[c][0], below[c][1]
-                    several = "" if steps == 1 else f", {steps} rungs"
-                    found.append(f"{100 * (rate / before - 1):+.0f} %{several}")
-                else:
-                    found.append(f"{rate:,.0f} tok/s")
-                below[c] = place, rate
-            lines[rung.name] = found
+        runs = [self] if self.again is None else [self, self.again]
+        worth = [run._worth() for run in runs]
+        lines = {}
+        for rung in self.rungs:
+            cells = [(rung.name, c) for c in self.concurrencies]
+            told = [" | ".join(found.get(cell, NOT_MEASURED) for found in worth) for cell in cells]
+            lines[rung.name] = [rung.change, *told]
         heads = ["what it changes", *(f"{c} concurrent" for c in self.concurrencies)]
         return pd.DataFrame(lines, heads).T.rename_axis("rung")
+
+    def _worth(self) -> dict[tuple[str, int], str]:
+        """By rung and concurrency: what this run says of the rung's worth."""
+        found: dict[tuple[str, int], str] = {}
+        for c in self.concurrencies:
+            below: tuple[int, float] | None = None
+            for place, rung in enumerate(self.rungs):
+                row = self.row(rung.name, c)
+                if row is None:
+                    found[rung.name, c] = NOT_MEASURED
+                    continue
+                rate = float(row["output_tokens_per_s"])
+                if below is None:
+                    found[rung.name, c] = f"{rate:,.0f} tok/s"
+                else:
+                    several = "" if place - below[0] == 1 else f", {place - below[0]} rungs"
+                    found[rung.name, c] = f"{100 * (rate / below[1] - 1):+.0f} %{several}"
+                below = place, rate
+        return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -22,11 +23,19 @@ from kimik3_lab.teaching.rank_record import FIRST, SEPTEMBER, RankRecord
 
 NOTEBOOK = repository_dir() / "notebooks" / "10_serving_engine.ipynb"
 BATCH, ADAPTIVE = "batch of 16,384", "adaptive budget"
+PREFILL, FINALIZE, OTHER = "KDA prefill", "deferred finalize", "other step changes"
+CACHING, RECORDS = "prefix caching", "recovery records"
 
 
 @pytest.fixture(scope="module")
 def record() -> RankRecord:
     return RankRecord.read()
+
+
+@pytest.fixture(scope="module")
+def again(record: RankRecord) -> RankRecord:
+    assert record.again is not None
+    return record.again
 
 
 @pytest.fixture(scope="module")
@@ -89,28 +98,66 @@ def test_no_operator_of_the_first_rung_is_slower_than_its_peer(
         )
 
 
-def test_little_for_one_and_much_for_sixteen(
-    record: RankRecord, points: dict[int, Comparison], prose: str
+def test_the_gains_and_how_far_they_are_from_the_published(
+    record: RankRecord, again: RankRecord, points: dict[int, Comparison], prose: str
 ) -> None:
-    says(prose, "One request gains little on the published ladder, four about twice, sixteen more")
-    gains = {c: record.gain(c) for c in (1, 4, 16)}
-    assert 1.02 < gains[1] < 1.4
-    assert 1.7 < gains[4] < 2.3
-    assert gains[16] > 2.05
-    says(prose, "each less than on the B300s", "most of the published gain is there")
-    for c, gain in gains.items():
-        assert gain < points[c].throughput_ratio
-        share = (gain - 1) / (points[c].throughput_ratio - 1)
-        assert share > 0.5 if c > 1 else share < 0.4
+    ones, others = ([f"{run.gain(c):.2f}" for c in (1, 4, 16)] for run in (record, again))
+    says(
+        prose,
+        f"gains {ones[0]}, {ones[1]} and {ones[2]} at 1, 4 and 16 requests; measured again "
+        f"{others[0]}, {others[1]} and {others[2]}. Each is less than on the B300s",
+    )
+    assert record.concurrencies == (1, 4, 16) and not record.missing
+    says(prose, "At 4 and 16 requests they lie beyond that line", "none about the gain")
+    for c in (1, 4, 16):
+        published = points[c].throughput_ratio
+        assert max(record.gain(c), again.gain(c)) < published
+        star = published * record.need(FIRST, c)["output_tokens_per_s"]
+        assert (star > record.floor_rate(c)) is (c > 1)
+    says(
+        prose,
+        "a fifth more tokens a second to one request, a third to a half more to four, and three to "
+        "four fifths more to sixteen",
+    )
+    for c, least, most in ((1, 1.15, 1.25), (4, 1.28, 1.58), (16, 1.55, 1.87)):
+        assert least < record.gain(c) <= again.gain(c) < most
 
 
-def test_most_of_it_comes_with_the_first_two_rungs(record: RankRecord, prose: str) -> None:
-    says(prose, "Most of it comes with the first two rungs")
-    for c in (4, 16):
-        rates = {r: record.need(r, c)["output_tokens_per_s"] for r in (FIRST, BATCH, ADAPTIVE)}
-        assert math.log(rates[ADAPTIVE] / rates[FIRST]) > 0.6 * math.log(record.gain(c))
-        says(prose, "whichever comes first gets most of it")
-        assert rates[BATCH] / rates[FIRST] > 3 * (rates[ADAPTIVE] / rates[BATCH] - 1) + 1
+def test_nearly_all_of_it_comes_with_the_second_rung(
+    record: RankRecord, again: RankRecord, prose: str
+) -> None:
+    says(prose, "The line climbs once, from the first rung to the second, and then nearly stands")
+    says(prose, "whichever comes first gets most of it")
+    for run in (record, again):
+        for c in (4, 16):
+            rates = {r: run.need(r, c)["output_tokens_per_s"] for r in (FIRST, BATCH, ADAPTIVE)}
+            assert math.log(rates[BATCH] / rates[FIRST]) > 0.75 * math.log(run.gain(c))
+            assert rates[BATCH] / rates[FIRST] > 3 * (rates[ADAPTIVE] / rates[BATCH] - 1) + 1
+
+
+def test_what_else_is_the_same_in_both_runs(
+    record: RankRecord, again: RankRecord, prose: str
+) -> None:
+    names = [rung.name for rung in record.rungs]
+    worth = {
+        rung: [
+            run.need(rung, c)["output_tokens_per_s"] / run.need(below, c)["output_tokens_per_s"]
+            for run in (record, again)
+            for c in (1, 4, 16)
+        ]
+        for below, rung in pairwise(names)
+    }
+    says(prose, "One more rung gains at all concurrencies in both runs: other step changes")
+    assert [rung for rung in names[1:] if min(worth[rung]) > 1] == [BATCH, OTHER]
+    says(prose, f"Two rungs lose in all six cells: {FINALIZE} and {RECORDS}")
+    assert [rung for rung in names[1:] if max(worth[rung]) < 1] == [FINALIZE, RECORDS]
+    says(prose, "about half a millisecond a step with one and four requests, more in the second")
+    for c in (1, 4):
+        saved = [
+            run.need(FINALIZE, c)["decode_step_ms"] - run.need(OTHER, c)["decode_step_ms"]
+            for run in (record, again)
+        ]
+        assert 0.4 < saved[0] < 0.6 < saved[1]
 
 
 def test_passes_that_need_not_happen(record: RankRecord, prose: str) -> None:
@@ -132,31 +179,134 @@ def test_passes_that_need_not_happen(record: RankRecord, prose: str) -> None:
         first, last = (record.need(rung, c) for rung in (FIRST, SEPTEMBER))
         for key in ("gather_bytes", "kda_state_bytes_copied"):
             assert first[key] > 0 == last[key]
+    later = [rung.name for rung in record.rungs if not rung.beyond_published][2:]
+    says(prose, "Above adaptive budget no rung of the published ladder saves a pass")
+    assert all(len({record.need(r, c)["forwards"] for r in later}) == 1 for c in (1, 4, 16))
+    gathered = record.need(OTHER, 16)["gather_bytes"]
+    says(prose, f"at sixteen requests {gathered / 1e9:.0f} GB become 0")
+    says(prose, "less than a fiftieth of a second (Derived)")
+    assert 2 * gathered / BANDWIDTH < 1 / 50
+    says(prose, f"in a run of {record.need(SEPTEMBER, 16)['elapsed_s']:.1f} s")
+    says(prose, "Recovery records write a ninth of the states and need more launches for it")
+    for c in (1, 4, 16):
+        kept, slots = record.need(RECORDS, c), record.need("internal checkpoints", c)
+        assert slots["kda_state_writes"] / kept["kda_state_writes"] == pytest.approx(9, abs=0.2)
+        assert kept["launches"] > slots["launches"]
     says(prose, "and still it is further away")
     for c in (1, 4, 16):
         first, last = (record.need(r, c)["fraction_of_floor"] for r in (FIRST, SEPTEMBER))
         assert first < last
 
 
-def test_equal_steps_are_not_equally_long(record: RankRecord, prose: str) -> None:
-    says(prose, "times that lie several percent apart")
-    assert all(len(record.alike(c)) >= 3 for c in (1, 4, 16))
-    assert 0.02 < max(record.noise(c) for c in (1, 4, 16)) < 0.2
-    says(prose, "What the first rungs bring at 4 and 16 requests is many times the spread")
-    for c in (4, 16):
-        rates = [record.need(rung, c)["output_tokens_per_s"] for rung in (FIRST, BATCH)]
-        assert rates[1] / rates[0] - 1 > 5 * record.noise(c)
-    says(prose, "together change a lone request's step by less than the spread")
-    last = record.need(SEPTEMBER, 1)["decode_step_ms"]
-    assert abs(last / record.need(FIRST, 1)["decode_step_ms"] - 1) < record.noise(1)
+def test_equal_steps_are_not_equally_long(
+    record: RankRecord, again: RankRecord, prose: str
+) -> None:
+    says(prose, "times that lie several percent apart: some 3 % within the first run, up to 9 %")
+    assert all(len(run.alike(c)) == 4 for run in (record, again) for c in (1, 4, 16))
+    noise = [[run.noise(c) for c in (1, 4, 16)] for run in (record, again)]
+    assert min(noise[0]) > 0.02 and max(noise[0]) < 0.035
+    assert 0.085 < max(noise[1]) < 0.095
+    says(prose, "a rung's tokens a second lie up to 11 % apart")
+    stalled = record.stalls()
+    assert set(stalled) == {(CACHING, 16), (RECORDS, 1)}
+    says(prose, f"{stalled[CACHING, 16][0] / 1e3:.1f} s with {CACHING}")
+    says(prose, f"{stalled[RECORDS, 1][1] / 1e3:.1f} s with {RECORDS}")
+    apart = {c: record.apart(c) for c in (1, 4, 16)}
+    rest = [
+        abs(share)
+        for c, found in apart.items()
+        for rung, share in found.items()
+        if rung != FIRST and (rung, c) not in stalled
+    ]
+    assert 0.1 < max(rest) < 0.11
+    assert apart[4][FIRST] < -0.11 and apart[16][FIRST] < -0.11
+
+
+def test_the_first_rungs_chunks_are_what_differs_between_the_runs(
+    record: RankRecord, again: RankRecord, prose: str
+) -> None:
+    says(prose, "on every rung, within a few percent, except on the first")
+    for c in (1, 4, 16):
+        prompts = record.apart(c, "prompt_step_ms")
+        first = prompts.pop(FIRST)
+        assert max(map(abs, prompts.values())) < 0.08
+        assert (first > 0.15) is (c > 1)
+    chunk = {
+        c: [f"{run.need(FIRST, c)['prompt_step_ms']:.0f}" for run in (record, again)]
+        for c in (1, 4, 16)
+    }
+    says(
+        prose,
+        f"took {chunk[4][0]} ms and then {chunk[4][1]} with four requests, {chunk[16][0]} and "
+        f"then {chunk[16][1]} with sixteen",
+    )
+    says(
+        prose, "a lone request's chunks are launched in the same way and took equally long in both"
+    )
+    assert abs(record.apart(1, "prompt_step_ms")[FIRST]) < 0.04
+    ends = [f"{run.gain(c):.2f}" for c in (4, 16) for run in (record, again)]
+    says(
+        prose,
+        f"the whole difference between {ends[0]} and {ends[1]}, and between {ends[2]} and "
+        f"{ends[3]}",
+    )
+    for c in (4, 16):  # without the longer chunks the second run's first rung would be the first's
+        longer = again.prompt_seconds(FIRST, c) - record.prompt_seconds(FIRST, c)
+        seconds = again.need(FIRST, c)["elapsed_s"] - record.need(FIRST, c)["elapsed_s"]
+        assert longer / seconds == pytest.approx(1, abs=0.2)
+    most = max(max(record.apart(c, "decode_step_ms").values()) for c in (1, 4, 16))
+    says(prose, f"verifications, too, take up to {most:.0%} longer".replace("%", " %"))
+    says(prose, "changed with the machine by as much as half")
+    assert 0.4 < record.apart(4, "prompt_step_ms")[FIRST] < 0.55
+
+
+def test_where_the_saved_seconds_were(record: RankRecord, prose: str) -> None:
+    ran = {(r, c): record.need(r, c)["elapsed_s"] for r in (FIRST, SEPTEMBER) for c in (1, 4, 16)}
+    inside = {key: record.prompt_seconds(*key) for key in ran}
+    steps = {r: inside[r, 16] / record.need(r, 16)["prompt_step_ms"] * 1e3 for r, _ in ran}
+    says(
+        prose,
+        f"the first rung spends more than half of its {ran[FIRST, 16]:.1f} s in at least "
+        f"{steps[FIRST]:.0f} steps with a chunk; September needs {steps[SEPTEMBER]:.0f} steps with "
+        f"a prompt, and less than a third of {ran[SEPTEMBER, 16]:.1f} s",
+    )
+    assert inside[FIRST, 16] > ran[FIRST, 16] / 2
+    assert inside[SEPTEMBER, 16] < ran[SEPTEMBER, 16] / 3
+    saved = {
+        c: (inside[FIRST, c] - inside[SEPTEMBER, c]) / (ran[FIRST, c] - ran[SEPTEMBER, c])
+        for c in (1, 4, 16)
+    }
+    says(prose, "Nine tenths of the saved time are those steps")
+    says(prose, "At four requests they are all of it, and for one request three fifths")
+    assert saved == pytest.approx({1: 0.6, 4: 1.0, 16: 0.9}, abs=0.02)
+    says(prose, "sixteen times the tokens in less than six times the time")
+    ends = [record.need(rung, 16)["prompt_step_ms"] for rung in (FIRST, SEPTEMBER)]
+    assert 5 < ends[1] / ends[0] < 6
+    says(prose, "1,024 rows already choose every expert")
+    assert record.body["distinct_experts"][-1] == pytest.approx(
+        {"rows": 1024, "measured": 896, "expected": 896}, abs=0.01
+    )
+
+
+def test_the_goals(record: RankRecord, again: RankRecord, prose: str) -> None:
+    says(prose, "All goals about kernels are reached, and none about the gain")
+    says(prose, "a lone request's plain step at 45 % of its floor, sixteen requests with eight")
+    assert all(
+        run.gain(c) < g for run in (record, again) for c, g in ((1, 2.2), (4, 2.5), (16, 2.8))
+    )
+    assert record.body["plain_decode"][0]["fraction_of_floor"] > 0.45
+    parts = record.step_parts(16)
+    assert (parts["model, floor"] + parts["drafter, floor"]) / sum(parts.values()) > 0.6
+    fresh = {r["tokens"]: r for r in record.body["curves"]["prefill"] if r["start"] == 0}
+    assert fresh[8000]["fraction_of_floor"] > 0.5
 
 
 def test_the_floor_is_experts(record: RankRecord, prose: str) -> None:
     config = K3Config.rank_slice(layers=24)
     chosen = {int(row["rows"]): row for row in record.body["distinct_experts"]}
-    says(prose, "a formula gives the same number within two percent")
+    says(prose, "a formula gives the same number within about two percent")
     for row in chosen.values():
-        assert row["measured"] == pytest.approx(row["expected"], rel=0.02)
+        assert row["measured"] == pytest.approx(row["expected"], rel=0.0225)
     drafter = DSparkConfig.rank_slice(config)
     floor = StepFloor(config, lambda n: chosen[n]["expected"], drafter=drafter, records=True)
     share: dict[int, float] = {}
@@ -194,12 +344,16 @@ def test_where_a_step_goes(record: RankRecord, prose: str) -> None:
 
 def test_other_peoples_prompts(record: RankRecord, prose: str) -> None:
     says(prose, "the steps themselves are nearly as long on the September rung as on the first")
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    assert any("the steps after it became 6 % shorter" in "".join(c["source"]) for c in cells)
+    steps = [record.need(rung, 1)["decode_step_ms"] for rung in (FIRST, SEPTEMBER)]
+    assert 1 - steps[1] / steps[0] == pytest.approx(0.06, abs=0.005)
     for c in (1, 4, 16):
         assert 0.85 < record.own_ms(SEPTEMBER, c) / record.own_ms(FIRST, c) < 1.08
-    says(prose, "more than half of a token's time goes into steps that carry somebody's prompt")
-    says(prose, "on the September rung it is less than a third")
+    says(prose, "some three tenths of a token's time go into steps that carry somebody's prompt")
+    says(prose, "on the September rung it is a sixth")
     waits = [1 - record.own_ms(r, 16) / record.need(r, 16)["tpot_ms"] for r in (FIRST, SEPTEMBER)]
-    assert waits[0] > 0.5 and waits[1] < 1 / 3
+    assert waits == pytest.approx([0.3, 1 / 6], abs=0.01)
 
 
 def test_context_and_company(record: RankRecord, prose: str) -> None:
@@ -211,15 +365,17 @@ def test_context_and_company(record: RankRecord, prose: str) -> None:
     assert 1.05 < ms[1, 64000] / ms[1, 1000] < 1.16
     assert 1.25 < ms[16, 64000] / ms[16, 1000] < 1.42
     fresh = {r["tokens"]: r for r in curves["prefill"] if r["start"] == 0}
-    says(prose, "the line is nearly flat up to 2,048 tokens and far above its floor")
-    assert 0.8 < fresh[2048]["ms"] / fresh[1024]["ms"] < 1.5
-    assert fresh[1024]["fraction_of_floor"] < 0.5
+    says(prose, "twice the tokens cost less than a third more time up to 2,048")
+    assert 1.2 < fresh[2048]["ms"] / fresh[1024]["ms"] < 1.33
+    says(prose, "the shortest chunk is the furthest from its floor")
+    assert min(fresh, key=lambda n: fresh[n]["fraction_of_floor"]) == 1024
+    assert sorted({r["requests"] for r in curves["decode"]}) == [1, 4, 16, 64]
     says(prose, "more than half of their time is floor")
     assert min(fresh[8000]["fraction_of_floor"], fresh[16000]["fraction_of_floor"]) > 0.5
 
 
 def test_one_request_gains_what_the_scheduler_gives(
-    record: RankRecord, points: dict[int, Comparison], prose: str
+    record: RankRecord, again: RankRecord, points: dict[int, Comparison], prose: str
 ) -> None:
     one = points[1]
     says(prose, "1.18 is left; the rank's whole gain is about that")
@@ -227,8 +383,23 @@ def test_one_request_gains_what_the_scheduler_gives(
     assert record.gain(1, "latency_s") == pytest.approx(one.before.latency_s / only_first, abs=0.1)
     says(prose, "on the B300s a token came in half the time, here in nearly the same")
     assert record.gain(1, "tpot_ms") < 1.12
-    says(prose, "with 4 and 16 requests the others came sooner here, too")
-    assert min(record.gain(c, "tpot_ms") for c in (4, 16)) > 1.3
+    says(prose, "with 4 and 16 requests the others came somewhat sooner here, too")
+    assert min(record.gain(c, "tpot_ms") for c in (4, 16)) > 1.1
+    halves = {}
+    for name, run in (("recorded", record), ("again", again)):
+        for c in (4, 16):
+            first, last = (run.need(rung, c) for rung in (FIRST, SEPTEMBER))
+            sooner = (first["ttft_ms"] - last["ttft_ms"]) / 1e3
+            rest = first["latency_s"] - last["latency_s"] - sooner
+            halves[name, c] = first["latency_s"] / (first["latency_s"] - rest)
+            there = points[c]
+            alone = there.before.ttft_ms - there.after.ttft_ms
+            published = there.before.latency_s / (there.before.latency_s - alone / 1e3)
+            assert first["latency_s"] / (first["latency_s"] - sooner) > published
+    says(prose, "At 4 and 16 requests first tokens bring more here than there")
+    assert f"{halves['recorded', 4]:.2f}" == f"{halves['recorded', 16]:.2f}" == "1.13"
+    others = [f"{halves['again', c]:.2f}" for c in (4, 16)]
+    says(prose, f"1.13 with both here, and {others[0]} and {others[1]} the second time")
     assert min(record.gain(c, "ttft_ms") for c in (1, 4, 16)) > 2
     assert record.saved_before_first_token(1) > 0.5 > one.ttft_share
     assert 2 < record.gain(1, "ttft_ms") < 3
@@ -252,5 +423,9 @@ def test_a_layer_there_and_here(
     steps = [3.4 * end.ms_per_token / 93 for end in (one.before, one.after)]
     ours = [record.need(rung, 1)["decode_step_ms"] / 24 for rung in (FIRST, SEPTEMBER)]
     assert steps[0] > 1.05 * ours[0]
+    says(prose, "together shorten a lone request's step by 6 %, all of it by the last")
+    mine = {r: record.need(r, 1)["decode_step_ms"] for r in (PREFILL, FINALIZE, OTHER)}
+    assert 1 - mine[OTHER] / mine[PREFILL] == pytest.approx(0.06, abs=0.005)
+    assert mine[FINALIZE] >= mine[PREFILL]
     says(prose, "the September version takes clearly less than ours")
     assert steps[1] < 0.85 * ours[1]

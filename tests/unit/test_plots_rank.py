@@ -14,13 +14,13 @@ ROWS = [
 ]
 
 
-def test_rungs_are_multiples_of_the_first() -> None:
+def test_every_concurrency_has_a_panel() -> None:
     figure = plots_rank.rungs(ROWS, names=NAMES, last_published="new")
-    assert [list(t.x) for t in figure.data] == [[1.0, 1.5, 1.6]] * 2
-    assert [t.name for t in figure.data] == ["1 concurrent", "4 concurrent"]
-    assert len({(t.line.dash, t.marker.symbol) for t in figure.data}) == 2
-    (line,) = figure.layout.shapes
-    assert line.y0 == 1.5
+    assert [list(t.x) for t in figure.data] == [[100.0, 150.0, 160.0], [400.0, 600.0, 640.0]]
+    assert [(t.xaxis, t.yaxis) for t in figure.data] == [("x", "y"), ("x2", "y2")]
+    texts = [note.text for note in figure.layout.annotations]
+    assert texts == ["1 concurrent", "4 concurrent", "1.50 x", "1.50 x"]
+    assert {line.y0 for line in figure.layout.shapes} == {1.5}
     assert "Miniature, Measured" in figure.layout.title.text
     with pytest.raises(ValueError, match="no rung 'other'"):
         plots_rank.rungs(ROWS, names=NAMES, last_published="other")
@@ -29,25 +29,34 @@ def test_rungs_are_multiples_of_the_first() -> None:
 def test_what_was_not_measured_is_said() -> None:
     rows = [row for row in ROWS if (row["rung"], row["concurrency"]) != ("new", 4)]
     figure = plots_rank.rungs(rows, names=["old", "lost", "new", "far"], last_published="new")
-    notes = {note.y: note.text for note in figure.layout.annotations if "measured" in note.text}
-    assert notes == {"lost": "not measured", "new": "not measured at 4"}
+    notes = [(n.xref, n.y) for n in figure.layout.annotations if n.text == "not measured"]
+    assert notes == [("x", "lost"), ("x2", "lost"), ("x2", "new")]
     assert list(figure.data[1].y) == ["old", "far"]
     assert list(figure.layout.yaxis.categoryarray) == ["old", "lost", "new", "far"]
 
 
-def test_published_gains_and_floors_are_open_markers_in_rows_of_their_own() -> None:
+def test_a_second_run_published_gains_and_floors_stand_beside_the_rungs() -> None:
+    again = [{**ROWS[0], "output_tokens_per_s": 80.0}, {**ROWS[3], "output_tokens_per_s": 390.0}]
     figure = plots_rank.rungs(
-        ROWS, names=NAMES, last_published="new", published={1: 2.2, 4: 2.5}, floors={1: 300.0}
-    )
+        ROWS, names=NAMES, last_published="new", again=again, published={1: 2.2, 4: 2.5},
+        floors={1: 300.0},
+    )  # fmt: skip
     order = list(figure.layout.yaxis.categoryarray)
-    assert order == ["old", "new", "the same on 8 B300: Published", "far", "at the floor"]
-    marks = {t.name: (t.x[0], t.y[0], t.marker.symbol) for t in figure.data if t.mode == "markers"}
-    assert marks == {
-        "1 concurrent, the same on 8 B300: Published": (2.2, order[2], "circle-open"),
-        "1 concurrent, at the floor": (3.0, order[4], "circle-open"),
-        "4 concurrent, the same on 8 B300: Published": (2.5, order[2], "square-open"),
-    }
-    assert figure.layout.shapes[0].y0 == 2.5  # the published ladder ends above its own row
+    assert order == ["old", "new", "first rung x published gain", "far"]
+    drawn = [(t.name, t.xaxis, list(t.x), t.y[0]) for t in figure.data if t.name != "recorded"]
+    assert drawn == [
+        ("again", "x", [80.0], "old"),
+        ("8 B300: Published", "x", [pytest.approx(220.0)], order[2]),
+        ("September's rung at its floor", "x", [300.0, 300.0], "old"),
+        ("again", "x2", [390.0], "old"),
+        ("8 B300: Published", "x2", [1000.0], order[2]),
+    ]
+    looks = {t.name: (t.mode, t.marker.symbol) for t in figure.data if t.mode != "lines"}
+    assert len(set(looks.values())) == 3
+    assert all(line.y0 == 2.5 for line in figure.layout.shapes)  # above its own row
+    assert all(
+        max(t.x) < figure.layout[t.xaxis.replace("x", "xaxis")].range[1] for t in figure.data
+    )
 
 
 def test_parts_of_a_step_are_stacked_and_told_apart() -> None:
@@ -79,6 +88,10 @@ def test_ours_and_the_published_are_labelled() -> None:
     assert "Measured" in ours.name and "Published" in theirs.name
     assert ours.marker.pattern.shape != theirs.marker.pattern.shape
     assert [note.text for note in figure.layout.annotations[:2]] == ["first token", "latency"]
+    twice = plots_rank.gains_beside_published({"x": {1: 1.4}}, {"x": {1: 2.2}}, {"x": {1: 3.0}})
+    assert [(t.name, t.y[0]) for t in twice.data][1] == ("measured again", 3.0)
+    assert len({t.marker.pattern.shape for t in twice.data}) == 3
+    assert twice.layout.yaxis.range[1] > 3.0
 
 
 def test_curves_have_their_floors() -> None:

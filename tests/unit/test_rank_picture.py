@@ -40,7 +40,15 @@ def test_the_picture_says_what_it_shows(tool: ModuleType) -> None:
     for point in compare(load_points()):
         c = point.concurrency
         first, last = (record.need(rung, c)["output_tokens_per_s"] for rung in (FIRST, SEPTEMBER))
-        shown = [f"first rung {first:,.0f}", f"September {last:,.0f}", f"{last / first:.2f}x"]
+        assert record.again is not None
+        others = [record.again.need(rung, c)["output_tokens_per_s"] for rung in (FIRST, SEPTEMBER)]
+        shown = [
+            f"first rung {first:,.0f}",
+            f"September {last:,.0f}",
+            *(f"again {rate:,.0f}" for rate in others),
+            f"{last / first:.2f}x",
+            f"again {others[1] / others[0]:.2f}x",
+        ]
         shown += [f"{record.floor_rate(c):,.0f}", f"{point.throughput_ratio:.2f}x"]
         assert all(text in words for text in shown), shown
 
@@ -54,3 +62,40 @@ def test_bars_are_shares_of_the_floor(tool: ModuleType) -> None:
         for rung in (FIRST, SEPTEMBER)
     ]
     assert drawn == pytest.approx([rate * (600 - 112) for rate in rates], abs=0.06)
+
+
+def test_the_second_run_is_marked_where_its_rate_is(tool: ModuleType) -> None:
+    record = RankRecord.read()
+    assert record.again is not None
+    marks = re.findall(r'<path d="M([\d.]+) [\d.]+H([\d.]+)M', tool.current())
+    shares = [
+        [
+            run.need(rung, c)["output_tokens_per_s"] / record.floor_rate(c)
+            for run in (record, record.again)
+        ]
+        for c in record.concurrencies
+        for rung in (FIRST, SEPTEMBER)
+    ]
+    for mark, share in zip(marks, shares, strict=True):
+        assert [float(x) for x in mark] == pytest.approx(
+            [112 + s * (600 - 112) for s in share], abs=0.06
+        )
+
+
+def test_one_run_is_drawn_without_marks(tool: ModuleType) -> None:
+    body = {key: part for key, part in RankRecord.read().body.items() if key != "again"}
+    drawn = tool.picture(RankRecord(body), {1: 2.0, 4: 2.0, 16: 2.0})
+    assert "<path" not in drawn and "again" not in drawn and "second machine" not in drawn
+
+
+def test_the_readme_shows_it_with_its_labels() -> None:
+    readme = " ".join((repository_dir() / "README.md").read_text(encoding="utf-8").split())
+    assert "](docs/images/rank-ladder.svg)" in readme
+    assert (
+        "Lesson 10: one rank of eight at true width (Miniature, Measured), beside the published "
+        "gain (Published). Drawn by `python tools/draw_rank_ladder.py`"
+    ) in readme
+    record = RankRecord.read()
+    assert "At most two thirds of the floor are reached" in readme
+    for c in record.concurrencies:
+        assert record.need(SEPTEMBER, c)["output_tokens_per_s"] < 2 / 3 * record.floor_rate(c)

@@ -73,7 +73,6 @@ def test_gains_are_above_one_when_something_became_better() -> None:
     assert record.floor_rate(1) == 2000.0
     assert record.own_ms(SEPTEMBER, 1) == 9.0 / 4
     assert record.launches_of_a_chunk(FIRST) == (880 - 80) / 8
-    assert record.least_ttft_ms(1) == 80.0
 
 
 def test_noise_is_taken_from_equal_steps_only() -> None:
@@ -85,10 +84,44 @@ def test_noise_is_taken_from_equal_steps_only() -> None:
     assert record.noise(1) == pytest.approx(0.2)
 
 
-def test_a_rung_may_lose() -> None:
-    record = RankRecord(body())
-    assert record.falls(1) == {("adaptive budget", SEPTEMBER): pytest.approx(1 - 150 / 160)}
-    assert record.falls(4) == {}
+def twice() -> dict[str, Any]:
+    """Return a file with a second run: one cell slower, one with a step that stalled."""
+    content = body()
+    for place, found in enumerate(content["rows"]):
+        found |= {"longest_step_ms": 40.0, "prompt_step_ms": 30.0, "elapsed_s": 2.0 + place}
+    rows = copy.deepcopy(content["rows"])
+    rows[0]["longest_step_ms"] = 121.0
+    rows[2] |= {"output_tokens_per_s": 75.0, "prompt_step_ms": 45.0}
+    made = {"device": "H200", "date_utc": "2026-11-30T06:00:00+00:00"}
+    content["again"] = {"what": "once more " * 20, "rows": rows[:3], "provenance": made}
+    return content
+
+
+def test_a_second_run_is_set_beside_the_first() -> None:
+    record = RankRecord(twice())
+    assert record.again is not None
+    assert [record.gain(1), record.again.gain(1)] == [1.5, 2.0]
+    assert record.apart(1) == {FIRST: -0.25, "adaptive budget": 0.0, SEPTEMBER: 0.0}
+    assert record.apart(1, "prompt_step_ms")[FIRST] == 0.5
+    assert record.apart(4) == {}  # only one of the two measured it
+    assert record.stalls() == {(SEPTEMBER, 1): (40.0, 121.0)}
+    assert list(record.worth()["1 concurrent"])[:2] == ["100 tok/s | 75 tok/s", "+60 % | +113 %"]
+    assert record.worth()["4 concurrent"].iloc[0] == f"200 tok/s | {NOT_MEASURED}"
+    told = record.describe()
+    assert "again: once more" in told and max(map(len, told.splitlines())) <= 100
+    alone = RankRecord(body())
+    assert alone.again is None and alone.apart(1) == {} and alone.stalls() == {}
+
+
+def test_steps_with_prompts_are_as_few_as_the_budget_allows() -> None:
+    content = twice()
+    content["workload"] |= {"prompt_tokens": 8000, "output_tokens": 1000}
+    for found in content["rows"]:
+        found["requests"] = found["concurrency"]
+    record = RankRecord(content)
+    assert record.prompt_seconds(FIRST, 1) == pytest.approx(8 * 0.030)  # 1,024 tokens a step
+    assert record.prompt_seconds(FIRST, 4) == pytest.approx(32 * 0.030)
+    assert record.prompt_seconds(SEPTEMBER, 1) == pytest.approx(0.030)  # 16,384
 
 
 def test_parts_add_up_to_the_step() -> None:
