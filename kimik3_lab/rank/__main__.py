@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,9 +23,9 @@ import torch
 
 from kimik3_lab.config import K3Config
 from kimik3_lab.drafter_config import DSparkConfig
-from kimik3_lab.paths import data_dir
+from kimik3_lab.paths import data_dir, repository_dir
 from kimik3_lab.provenance import provenance
-from kimik3_lab.rank import curves, ladder, results, resume, warm
+from kimik3_lab.rank import curves, ladder, options, results, resume, warm
 from kimik3_lab.rank.build import Sizes, rank_presets
 from kimik3_lab.rank.ladder import Bench, Plan
 from kimik3_lab.rank.rehearsal import rehearse
@@ -64,34 +65,10 @@ def micro_plan(concurrency: Sequence[int] = (1, 2)) -> Plan:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m kimik3_lab.rank",
-        description="Climb the ladder from vLLM 0.27.1 to main of 2026-09-13 and beyond, with one "
-        "tensor-parallel rank of Kimi K3 on one GPU: true widths, random weights, no collectives.",
-    )
-    parser.add_argument("--output", type=Path, help="write the rows to this JSON file")
-    parser.add_argument("--concurrency", default="1,4,16", help="cells of each rung")
-    parser.add_argument("--rungs", help="only these rungs, by name, separated by commas")
-    parser.add_argument("--layers", type=int, default=24, help="layers of the slice")
-    parser.add_argument(
-        "--quick", action="store_true", help="first and September rung only, no curves"
-    )
-    parser.add_argument("--warm", action="store_true", help="compile only, in several processes")
-    parser.add_argument("--warm-part", help=argparse.SUPPRESS)
-    parser.add_argument("--warm-timeout", type=float, default=150, help="seconds for --warm")
-    parser.add_argument("--micro", action="store_true", help="a tiny model, for the interpreter")
-    parser.add_argument("--no-curves", action="store_true", help="leave the cost curves out")
-    parser.add_argument("--profile", action="store_true", help="list the kernels of one step")
-    parser.add_argument("--time-limit", type=float, default=1e9, help="begin no cell after this")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser
-
-
 def _bench(args: argparse.Namespace) -> Bench:
-    concurrency = [int(c) for c in args.concurrency.split(",")]
+    concurrency = args.concurrency
     if args.micro:
-        plan = micro_plan(concurrency if args.concurrency != "1,4,16" else (1, 2))
+        plan = micro_plan(concurrency if concurrency != [1, 4, 16] else (1, 2))
         config, device, dtype = micro_rank(), "cpu", torch.float32
         drafter = DSparkConfig.for_target(config)
     else:
@@ -102,12 +79,7 @@ def _bench(args: argparse.Namespace) -> Bench:
     if args.quick:
         presets = (presets[0], MAIN_2026_09_13)
     if args.rungs:
-        wanted = args.rungs.split(",")
-        known = {p.name: p for p in rank_presets()}
-        unknown = [name for name in wanted if name not in known]
-        if unknown:
-            raise SystemExit(f"unknown rungs {unknown}; there are {list(known)}")
-        presets = tuple(known[name] for name in wanted)
+        presets = tuple(preset for preset in rank_presets() if preset.name in args.rungs)
     plan = dataclasses.replace(plan, presets=presets, seed=args.seed)
     return Bench(plan, config, drafter, device=device, dtype=dtype)
 
@@ -124,7 +96,19 @@ def _curves(bench: Bench, preset: Preset, *, micro: bool) -> Iterator[tuple[str,
     yield "plain_decode", curves.plain_decode(bench, preset, batches)
 
 
-def _body(bench: Bench) -> dict[str, Any]:
+def _command(argv: Sequence[str]) -> str:
+    """Return the command without the folders of this machine."""
+    home = repository_dir()
+    words = []
+    for word in argv:
+        path = Path(word)
+        if path.is_absolute():
+            word = str(path.relative_to(home)) if path.is_relative_to(home) else path.name
+        words.append(word)
+    return shlex.join(["python", "-m", "kimik3_lab.rank", *words])
+
+
+def _body(bench: Bench, command: str) -> dict[str, Any]:
     """Return a file without rows."""
     plan, on_gpu = bench.plan, bench.device.type == "cuda"
     body: dict[str, Any] = {
@@ -146,11 +130,11 @@ def _body(bench: Bench) -> dict[str, Any]:
         "complete": False,
         "provenance": provenance(
             device=torch.cuda.get_device_name() if on_gpu else "cpu",
-            command="python -m kimik3_lab.rank --output data/results/h200/ladder.json",
+            command=command,
         ),
     }
     kernels = data_dir() / "results" / "h200" / "kernels.json"
-    if kernels.is_file():
+    if on_gpu and kernels.is_file():
         body["operators"] = results.operators(json.loads(kernels.read_text(encoding="utf-8")))
     return body
 
@@ -158,13 +142,14 @@ def _body(bench: Bench) -> dict[str, Any]:
 class _Run:
     """One call of the command: what is measured, what is kept, and where it is written."""
 
-    def __init__(self, args: argparse.Namespace, began: float) -> None:
+    def __init__(self, args: argparse.Namespace, began: float, command: str) -> None:
         self.args, self.began = args, began
         self.stop = time.monotonic() + args.time_limit - (time.perf_counter() - began)
         self.bench = _bench(args)
         self.tell(f"weights of {self.bench.config.num_hidden_layers} layers drawn")
-        self.body = _body(self.bench)
-        parts, why = resume.kept(args.output, self.body)
+        self.body = _body(self.bench, command)
+        last = self.bench.plan.presets[-1].name
+        parts, why = resume.kept(args.output, self.body, curves_of=last)
         self.tell(why)
         self.body.update(parts)
         self.place = {preset.name: i for i, preset in enumerate(rank_presets())}
@@ -241,16 +226,20 @@ class _Run:
         if all(part in self.body for part in resume.CURVES) or time.monotonic() > self.stop:
             return
         last = self.bench.plan.presets[-1]
-        for name, part in _curves(self.bench, last, micro=self.args.micro):
-            self.body[name] = part
-            self.tell(f"{name} measured")
-            self.save()
+        try:
+            for name, part in _curves(self.bench, last, micro=self.args.micro):
+                self.body[name] = part
+                self.tell(f"{name} measured")
+                self.save()
+        except (RuntimeError, ValueError) as error:
+            self.tell(f"no curves of {last.name}: {type(error).__name__}: {str(error)[:300]}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     began = time.perf_counter()
-    args = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = options.read(words)
     if not args.micro and not torch.cuda.is_available():
         print("there is no CUDA device: try --micro with TRITON_INTERPRET=1", file=sys.stderr)
         return 2
@@ -259,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.warm:
         return 1 if warm.warm_all(timeout=args.warm_timeout) else 0
-    run = _Run(args, began)
+    run = _Run(args, began, _command(words))
     run.products()
     run.rows()
     if run.wants_curves:

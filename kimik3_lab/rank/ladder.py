@@ -266,6 +266,8 @@ def measure_cell(bench: Bench, rung: Rung, concurrency: int, number: int) -> dic
     prompts = [step.seconds for step in steps if not step.decodes]
     row["prompt_step_ms"] = 1e3 * statistics.median(prompts)
     row["longest_step_ms"] = 1e3 * max(step.seconds for step in steps)
+    #: Each of them in order: two runs differ in single steps, and a median does not say which.
+    row["prompt_steps_ms"] = [round(1e3 * seconds, 2) for seconds in prompts]
     row["date_utc"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     full = decode_seconds(steps, concurrency)
     if full:

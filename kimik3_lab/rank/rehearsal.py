@@ -44,7 +44,8 @@ def rehearse(bench: Bench, rung: Rung) -> None:
             timer.mixed(beside, sizes.prompt_tokens, sizes.num_drafts, max(2, limit - verified))()
     script, engine = rung.script, rung.engine
     waves = [(min(sizes.prompt_tokens, 64), 1)]
-    waves += [(sizes.prompt_tokens, number) for number in sorted(bench.plan.requests)]
+    if bench.device.type == "cuda":  # nothing is compiled or planned in the interpreter
+        waves += [(sizes.prompt_tokens, number) for number in sorted(bench.plan.requests)]
     for i, (prompt, number) in enumerate(waves):
         run_cell(
             engine, script, prompt_tokens=prompt, output_tokens=2 * sizes.num_drafts,

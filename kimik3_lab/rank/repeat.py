@@ -1,14 +1,15 @@
 """``python -m kimik3_lab.rank.repeat``: put a second run of the ladder beside the first.
 
 Needs the standard library only. A ladder is measured once a cell, so one run cannot say how exact
-it is: the same ladder on another machine can. Lesson 10 shows both. A new run
-of ``python -m kimik3_lab.rank`` does not keep the second one: join them again.
+it is: the same ladder on another machine can. Lesson 10 shows both. A new run of
+``python -m kimik3_lab.rank`` does not keep the second one: join them again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from kimik3_lab.rank import results
 __all__ = ["COUNTED", "beside", "main"]
 
 #: What a run counts instead of timing: the same in every run of a cell.
-COUNTED = ("forwards", "drafter_forwards", "launches", "gather_bytes", "output_tokens", "bytes")
+COUNTED = (
+    "forwards", "drafter_forwards", "launches", "gather_bytes", "output_tokens", "bytes",
+    "kda_state_bytes_copied", "kda_state_writes",
+)  # fmt: skip
 #: Parts of the second file that are kept.
 _KEPT = ("provenance", "sources", "rows", "september_over_first")
 
@@ -36,13 +40,15 @@ def beside(first: Mapping[str, Any], second: Mapping[str, Any], what: str) -> di
     Raises
     ------
     ValueError
-        If the two are not runs of the same ladder: another workload, other cells, other counts.
+        If the two are not runs of the same ladder: another workload, other cells, other counts,
+        another device or other packages; or if they are one and the same run.
 
     Examples
     --------
     >>> row = {"rung": "old", "concurrency": 1, **dict.fromkeys(results.ROW_KEYS[2:], 1)}
     >>> file = {"workload": {}, "rows": [row], "provenance": {"device": "H200"}}
-    >>> list(beside(file, file, "on another machine")["again"])
+    >>> other = {**file, "rows": [{**row, "latency_s": 2}]}
+    >>> list(beside(file, other, "on another machine")["again"])
     ['what', 'provenance', 'rows']
     """
     for body in (first, second):
@@ -63,15 +69,32 @@ def beside(first: Mapping[str, Any], second: Mapping[str, Any], what: str) -> di
             raise ValueError(
                 f"cell {cell} counts other {differ} in the second run: not the same ladder"
             )
-    devices = [body["provenance"]["device"] for body in (first, second)]
-    if devices[0] != devices[1]:
-        raise ValueError(f"expected two runs on one kind of device, got {devices}")
+    if first["rows"] == second["rows"]:
+        raise ValueError("both files hold the same run: expected two")
+    for name, kind in (("device", "one kind of device"), ("packages", "the same packages")):
+        found = [body["provenance"].get(name) for body in (first, second)]
+        if found[0] != found[1]:
+            raise ValueError(f"expected two runs with {kind}, got {found[0]} and {found[1]}")
     again = {"what": what, **{key: second[key] for key in _KEPT if key in second}}
     return {**first, "again": again}
 
 
 def _by_cell(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Mapping[str, Any]]:
     return {(row["rung"], row["concurrency"]): row for row in rows}
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Read a file of the ladder, or say why it is none."""
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    lacks = {"rows", "workload", "provenance"} - set(body if isinstance(body, dict) else ())
+    if lacks:
+        raise ValueError(f"{path} is no file of python -m kimik3_lab.rank: no {sorted(lacks)}")
+    if not body["rows"]:
+        raise ValueError(f"{path} has no rows: call python -m kimik3_lab.rank again to go on")
+    return body
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,11 +108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--what", required=True, help="how the second run differs, in words")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(argv)
-    first, second = (
-        json.loads(path.read_text(encoding="utf-8")) for path in (args.first, args.second)
-    )
-    body = beside(first, second, args.what)
-    results.save(body, args.output)
+    try:
+        first, second = (_load(path) for path in (args.first, args.second))
+        body = beside(first, second, args.what)
+        results.save(body, args.output)
+    except (OSError, ValueError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
     print(f"{len(body['rows'])} cells twice, written to {args.output}")
     return 0
 

@@ -48,7 +48,9 @@ def sources() -> str:
     return digest.hexdigest()
 
 
-def kept(path: Path | None, body: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def kept(
+    path: Path | None, body: Mapping[str, Any], *, curves_of: str | None = None
+) -> tuple[dict[str, Any], str]:
     """Take what can be kept out of the file of an earlier call.
 
     Parameters
@@ -57,6 +59,8 @@ def kept(path: Path | None, body: Mapping[str, Any]) -> tuple[dict[str, Any], st
         The file, if there is to be one.
     body
         Of this call: ``sources``, ``provenance`` and ``workload`` say what must be the same.
+    curves_of
+        Rung whose cost curves are wanted: those of another are measured anew.
 
     Returns
     -------
@@ -72,10 +76,14 @@ def kept(path: Path | None, body: Mapping[str, Any]) -> tuple[dict[str, Any], st
     ours, theirs = body["provenance"], before.get("provenance", {})
     differs += [name for name in _SAME if ours.get(name) != theirs.get(name)]
     if differs:
-        aside = path.with_suffix(".before.json")
+        aside = _free(path)
         os.replace(path, aside)
         return {}, f"{path} is of other {', '.join(differs)}: moved to {aside}, measured anew"
     parts = {name: before[name] for name in ("rows", "products", *CURVES) if name in before}
+    of = parts.get("curves", {})
+    if curves_of is not None and isinstance(of, dict) and of.get("rung", curves_of) != curves_of:
+        for name in CURVES:
+            parts.pop(name, None)
     return parts, f"{len(parts['rows'])} rows were measured before"
 
 
@@ -92,6 +100,14 @@ def missing_cells(
     there = {(row["rung"], row["concurrency"]) for row in rows}
     lacks = {rung: [c for c in concurrencies if (rung, c) not in there] for rung in rungs}
     return {rung: found for rung, found in lacks.items() if found}
+
+
+def _free(path: Path) -> Path:
+    """Return a name beside ``path`` that nothing has yet: no record is written over."""
+    number = 1
+    while (aside := path.with_suffix(f".before-{number}.json")).exists():
+        number += 1
+    return aside
 
 
 def _plain(value: Any) -> Any:

@@ -72,3 +72,37 @@ def test_what_is_not_the_same_ladder_is_refused(
     change(second)
     with pytest.raises(ValueError, match=message):
         repeat.beside(first, second, "again")
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"rows": [], "workload": {}, "provenance": {}}']
+)
+def test_a_file_that_is_no_ladder_is_refused_in_one_line(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, output = tmp_path / "broken.json", tmp_path / "out.json"
+    path.write_text(content, encoding="utf-8")
+    command = [str(default_path()), str(path), "--what", "it", "--output", str(output)]
+    assert repeat.main(command) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "broken.json" in said
+    assert not output.exists()
+
+
+def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [str(default_path()), str(tmp_path / "none.json"), "--what", "it", "--output", "x"]
+    assert repeat.main(command) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_one_run_is_not_two(pair: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    first, _ = pair
+    with pytest.raises(ValueError, match="the same run"):
+        repeat.beside(first, copy.deepcopy(first), "again")
+
+
+def test_other_packages_are_another_ladder(pair: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    first, second = copy.deepcopy(pair)
+    second["provenance"]["packages"]["torch"] = "2.12.0"
+    with pytest.raises(ValueError, match="the same packages"):
+        repeat.beside(first, second, "again")

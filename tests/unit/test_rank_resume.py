@@ -29,8 +29,8 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     presets = {p.name: p for p in rank_presets()}
 
     def bench(args) -> Bench:
-        plan = command.micro_plan([int(c) for c in args.concurrency.split(",")])
-        names = args.rungs.split(",") if args.rungs else [V0_27_1.name, MAIN_2026_09_13.name]
+        plan = command.micro_plan(args.concurrency)
+        names = args.rungs or [V0_27_1.name, MAIN_2026_09_13.name]
         plan = dataclasses.replace(
             plan,
             presets=tuple(presets[name] for name in names),
@@ -110,7 +110,7 @@ def test_rows_of_other_sources_or_devices_are_put_aside(
     monkeypatch.setattr(resume, "sources", lambda: "another program")
     other = call("--time-limit", "0")
     assert other["rows"] == []
-    aside = json.loads(call.path.with_suffix(".before.json").read_text(encoding="utf-8"))
+    aside = json.loads(call.path.with_suffix(".before-1.json").read_text(encoding="utf-8"))
     assert aside["rows"] == first["rows"]
 
     body = {**first, "provenance": {**first["provenance"], "device": "another"}}
@@ -129,3 +129,47 @@ def test_an_earlier_choice_of_products_is_taken_over() -> None:
         {"n": 64, "k": 32, "rows": 18, "chosen": "library"},
     ]
     assert curves.choices_of(rows) == {(64, 32, 16): CONFIGS[1], (64, 32, 32): None}
+
+
+def test_no_record_is_written_over_when_it_is_put_aside(
+    call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = call("--no-curves", "--rungs", V0_27_1.name)
+    for program in ("another", "a third"):
+        monkeypatch.setattr(resume, "sources", lambda program=program: program)
+        call("--time-limit", "0")
+    aside = json.loads(call.path.with_suffix(".before-1.json").read_text(encoding="utf-8"))
+    assert aside["rows"] == first["rows"]
+    assert call.path.with_suffix(".before-2.json").is_file()
+
+
+def test_curves_of_another_rung_are_measured_anew(call) -> None:
+    body = call("--no-curves", "--rungs", V0_27_1.name)
+    call.path.write_text(
+        json.dumps({**body, "curves": {"rung": V0_27_1.name}, "plain_decode": []}), encoding="utf-8"
+    )
+    parts, _ = resume.kept(call.path, body, curves_of=MAIN_2026_09_13.name)
+    assert "curves" not in parts and "plain_decode" not in parts and parts["rows"]
+    parts, _ = resume.kept(call.path, body, curves_of=V0_27_1.name)
+    assert parts["curves"] == {"rung": V0_27_1.name}
+
+
+def test_curves_that_fail_leave_the_rows(
+    call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(bench, preset, micro):
+        raise RuntimeError("no kernel for it")
+        yield
+
+    monkeypatch.setattr(command, "_curves", fail)
+    body = call("--rungs", V0_27_1.name)
+    assert cells(body) == [(V0_27_1.name, 1), (V0_27_1.name, 2)] and not body["complete"]
+    assert "no curves of v0.27.1: RuntimeError: no kernel for it" in capsys.readouterr().out
+
+
+def test_the_command_is_written_down_without_folders_of_the_machine(call) -> None:
+    body = call("--time-limit", "0")
+    assert body["provenance"]["command"] == (
+        "python -m kimik3_lab.rank --micro --output ladder.json --concurrency 1,2 --time-limit 0"
+    )
+    assert "operators" not in body  # those of an H200 say nothing of a processor
