@@ -154,13 +154,21 @@ def choose_config(experts: ExpertWeights, num_tokens: int, top_k: int) -> MoECon
         )
     return MoEConfig(
         direct=pairs <= 128,
-        gate_split=_split(pairs * -(-experts.intermediate_size // 64)),
-        down_split=1 if short else _split(pairs * -(-experts.hidden_size // 64)),
+        gate_split=_split(pairs * -(-experts.intermediate_size // 64), experts.hidden_size),
+        down_split=1
+        if short
+        else _split(pairs * -(-experts.hidden_size // 64), experts.intermediate_size),
         down_resident=short,
         down_row_blocks=1 if not short or pairs <= 16 else 4 if pairs <= 64 else 14,
     )
 
 
-def _split(programs: int) -> int:
-    """Return 1, 2 or 4: how many parts make some 400 programs, three for a multiprocessor."""
-    return 4 if programs <= 100 else 2 if programs <= 200 else 1
+def _split(programs: int, columns: int) -> int:
+    """Return 1, 2 or 4: how many parts make some 400 programs, three for a multiprocessor.
+
+    Fewer where a part would be left without one of the blocks of 128 columns.
+    """
+    wanted, blocks = 4 if programs <= 100 else 2 if programs <= 200 else 1, -(-columns // 128)
+    while -(-blocks // wanted) * (wanted - 1) >= blocks > 0:
+        wanted //= 2
+    return wanted

@@ -41,6 +41,17 @@ def load_columns(ptr, rows, stride, valid, start, K: tl.constexpr, COMPUTE: tl.c
 
 
 @triton.jit
+def at_most(first, K_BLOCKS: tl.constexpr, PART: tl.constexpr, SPLIT_K: tl.constexpr):
+    """Return a block that exists: where a split has more parts than blocks, some have none.
+
+    Such a part computes nothing, but asks for its first scales all the same.
+    """
+    if PART * (SPLIT_K - 1) >= K_BLOCKS:
+        first = tl.minimum(first, K_BLOCKS - 1)
+    return first
+
+
+@triton.jit
 def gate_up_kernel(
     out_ptr,  # [rows, I]: SiTU(gate, up); a row is a slot (sorted) or a pair (direct)
     x_ptr,  # [T, H]
@@ -99,8 +110,9 @@ def gate_up_kernel(
     last = tl.minimum(first + PART, K_BLOCKS)
     # Triton runs copies ahead for operands of a dot alone; scales meet its result. So they are
     # asked for one step early by hand, or every step would wait for memory.
-    next_gate = tl.load(scales + first * 128)
-    next_up = tl.load(scales + first * 128 + 64)
+    ahead = at_most(first, K_BLOCKS, PART, SPLIT_K) * 128
+    next_gate = tl.load(scales + ahead)
+    next_up = tl.load(scales + ahead + 64)
     for k in tl.range(first, last, loop_unroll_factor=UNROLL):
         s_gate = next_gate.to(tl.uint32, bitcast=True)
         s_up = next_up.to(tl.uint32, bitcast=True)
@@ -240,7 +252,8 @@ def down_kernel(
         last = tl.minimum(first + PART, K_BLOCKS)
         for n_block in tl.range(first_block, last_block):
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            ahead = tl.load(scales + (n_block * K_BLOCKS + first) * 64)
+            start = at_most(first, K_BLOCKS, PART, SPLIT_K)
+            ahead = tl.load(scales + (n_block * K_BLOCKS + start) * 64)
             for k in tl.range(first, last, loop_unroll_factor=UNROLL):
                 s = ahead.to(tl.uint32, bitcast=True)
                 ahead = tl.load(scales + (n_block * K_BLOCKS + tl.minimum(k + 1, last - 1)) * 64)

@@ -153,6 +153,9 @@ def gate_up_prefill_kernel(
     columns = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
     if MXFP4:
         tile = (expert.to(tl.int64) * N_TILES + columns // 64) * K_BLOCKS
+        if N_TILES * 64 % BLOCK_N != 0:
+            # Behind the last tile that one again: nobody stores what these rows give.
+            tile = tl.minimum(tile, ((expert.to(tl.int64) + 1) * N_TILES - 1) * K_BLOCKS)
         words = words_ptr + (tile * 2048 + columns % 64 * 16)[:, None] + tl.arange(0, 16)[None, :]
         scales = scales_ptr + tile * 128 + columns % 64
         up_offset: tl.constexpr = 1024
@@ -234,6 +237,8 @@ def down_part(
             more_acc = tl.zeros((BLOCK_N, EXTRA), tl.float32)
         if MXFP4:
             tile = (expert.to(tl.int64) * N_TILES + rows // 64) * K_BLOCKS
+            if N_TILES * 64 % BLOCK_N != 0:
+                tile = tl.minimum(tile, ((expert.to(tl.int64) + 1) * N_TILES - 1) * K_BLOCKS)
             words = words_ptr + (tile * 1024 + rows % 64 * 16)[:, None] + tl.arange(0, 16)[None, :]
             scales = scales_ptr + tile * 64 + rows % 64
         else:

@@ -26,7 +26,7 @@ def weight_tile(
     WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Load BLOCK_K columns of weights as ``[BLOCK_N, BLOCK_K]``; zeros outside of the matrix."""
+    """Load BLOCK_K columns of weights as ``[BLOCK_N, BLOCK_K]``; zeros outside if it is plain."""
     if MXFP4:
         q = tl.load(words_ptr + step * WORDS).to(tl.uint32, bitcast=True)
         s = tl.load(scales_ptr + step * (WORDS // 16)).to(tl.uint32, bitcast=True)

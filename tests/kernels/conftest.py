@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from collections.abc import Generator
 
+import bounds
 import pytest
 import torch
 
@@ -13,6 +16,15 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Check every address in the interpreter, also those of fixtures."""
+    if HAS_GPU or importlib.util.find_spec("triton") is None:
+        return (yield)
+    with bounds.checked():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

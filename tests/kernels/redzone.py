@@ -4,7 +4,8 @@ On a CPU a stray access of a kernel usually passes unnoticed. Every tensor made 
 larger buffer full of one bit pattern, before it, behind it and, with ``row_gap``, between its rows:
 
 * a stray *write* changes the pattern: :meth:`RedZone.check` says how far from the tensor;
-* a stray *read* of a float tensor picks up a NaN, which the comparison with the reference sees;
+* a stray *read* of a float tensor picks up a NaN, which the comparison with the reference sees; if
+  nobody uses what was read, only the bounds check sees it (``bounds.py``, in the interpreter);
 * an element of an output that the kernel *forgot* still holds the pattern: :meth:`RedZone.check`
   reports it, for tensors made with :meth:`RedZone.empty`.
 """

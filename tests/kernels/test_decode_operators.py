@@ -43,7 +43,7 @@ class Guarded:
         assert (self.whole == GUARD).all()
 
 
-@pytest.mark.parametrize("width", [1, 90, 1030])
+@pytest.mark.parametrize("width", [1, 90, 128, 1030])
 @pytest.mark.parametrize("kind", ["situ", "silu", "sigmoid"])
 def test_gates_equal_their_equations(kind: str, width: int, device: str) -> None:
     both = normal(width, 3, 2 * width + 5, device=device)
@@ -67,7 +67,7 @@ def test_situ_stays_finite_at_its_bounds(device: str) -> None:
     torch.testing.assert_close(situ_and_mul(big, up), moe.situ(big, up))
 
 
-@pytest.mark.parametrize(("width", "tail"), [(16, 0), (60, 30), (33, 64)])
+@pytest.mark.parametrize(("width", "tail"), [(16, 0), (60, 30), (33, 64), (512, 64)])
 def test_a_row_is_normed_and_its_tail_copied(width: int, tail: int, device: str) -> None:
     x = normal(1, 5, width + tail + 9, device=device)[:, 4 : 4 + width + tail]
     weight, out = normal(2, width, device=device), Guarded(5, width + tail, device)
@@ -77,7 +77,7 @@ def test_a_row_is_normed_and_its_tail_copied(width: int, tail: int, device: str)
     out.check()
 
 
-@pytest.mark.parametrize(("heads", "width"), [(1, 16), (3, 128), (5, 40)])
+@pytest.mark.parametrize(("heads", "width"), [(1, 16), (3, 64), (3, 128), (5, 40)])
 def test_heads_are_normed_then_gated(heads: int, width: int, device: str) -> None:
     size = heads * width
     both = normal(3, 7, 2 * size + 6, device=device)
@@ -101,7 +101,9 @@ def test_pairs_are_rotated_in_place(device: str) -> None:
 
 
 @pytest.mark.parametrize("config", [None, *CONFIGS, FewRowsConfig(16, 32, 1, 2)], ids=str)
-@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 40, 50), (9, 300, 70), (17, 64, 16)])
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns"), [(1, 40, 50), (9, 300, 70), (17, 64, 16), (4, 192, 96)]
+)
 def test_few_rows_are_multiplied(
     rows: int, depth: int, columns: int, config: FewRowsConfig | None, device: str
 ) -> None:

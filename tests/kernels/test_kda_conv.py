@@ -43,6 +43,7 @@ CASES = [
     Case(lengths=(20, 5, 2, 9), slots=(0, 1, 2, 3), continued=(True, True, True, False),
          checkpoints=(16, 2, 1, 0), checkpoint_slots=(4, 5, 6, 7)),
     Case(lengths=(9, 9), slots=(0, 1), taps=2, continued=(True, False)),
+    Case(lengths=(5,), channels=3 * 3 * 64),  # the tiny K3's
 ]  # fmt: skip
 
 

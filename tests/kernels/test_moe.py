@@ -45,6 +45,14 @@ CASES = [
          config={"prefill": True, "block_m": 16, "extra_m": 8, "fit": True}),
     Case(kind="bf16", dtype=F16),
     Case(hidden=40, dtype=F16),
+    # Parts without columns: one block for four parts, and five, which leave the last part none.
+    Case(tokens=1, hidden=96, inner=64, config={**DIRECT, "gate_split": 4, "down_split": 4}),
+    Case(tokens=1, top_k=1, experts=1, hidden=600, inner=600,
+         config={**DIRECT, "gate_split": 4, "down_split": 4}),
+    # A block of more rows than there are tiles of 64.
+    Case(hidden=40, config={**MANY, "gate_block_n": 128, "down_block_n": 128}),
+    Case(hidden=136, inner=136, config={**MANY, "gate_block_n": 128, "down_block_n": 128,
+                                        "down_row_blocks": 2, "down_resident": True}),
 ]  # fmt: skip
 
 

@@ -99,6 +99,16 @@ def test_constants_follow_the_load() -> None:
             assert config.granule & (config.granule - 1) == 0
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5, 6, 9, 28])
+def test_every_part_of_a_split_has_columns(blocks: int) -> None:
+    columns = 128 * blocks - 32
+    gate = choose_config(packed(hidden=columns), 1, 1).gate_split
+    down = choose_config(packed(inner=columns), 1, 1).down_split
+    for parts in (gate, down):
+        assert -(-blocks // parts) * (parts - 1) < blocks
+    assert gate == {1: 1, 28: 4}.get(blocks, 2)
+
+
 def test_table_entries_come_back() -> None:
     config = MoEConfig(direct=True, gate_split=4)
     assert config.to_dict() == {"direct": True, "gate_split": 4}

@@ -40,6 +40,10 @@ NIBBLES = Case(tokens=1, top_k=1, experts=1, hidden=40, inner=40, layout="nibble
 SORTED = Case(**SMALL, config={"block_m": 8})
 MANY = Case(**SMALL, config={"prefill": True, "block_m": 16})
 PLAIN = Case(**SMALL, kind="bf16", config={"prefill": True, "block_m": 16})
+PARTS = Case(tokens=1, top_k=1, experts=1, hidden=96, inner=64,
+             config={"direct": True, "gate_split": 4, "down_split": 4})  # fmt: skip
+LARGE = Case(tokens=1, top_k=1, experts=1, hidden=40, inner=40,
+             config={"prefill": True, "block_m": 16, "gate_block_n": 128, "down_block_n": 128})  # fmt: skip
 TILES = Case(tokens=75, top_k=1, experts=2, hidden=40, inner=40, kind="bf16", routing="skewed",
              config={"prefill": True, "block_m": 32, "extra_m": 16})  # fmt: skip
 
@@ -88,6 +92,11 @@ MUTANTS = [
     wrong("gemm", DIRECT, "weight-missing", "tl.load(weights_ptr + pairs, mask=active, other=0.0)", "1.0 + 0.0 * tl.load(weights_ptr + pairs, mask=active, other=0.0)"),
     wrong("gemm", SPLIT, "split-adds-itself", "partial_ptr + group.to(tl.int64) * (SPLIT_K * 2", "partial_ptr + program.to(tl.int64) * (2"),
     wrong("gemm", SPLIT, "parts-overlap", "first = part * PART\n    last = tl.minimum(first + PART, K_BLOCKS)\n    # Triton", "first = 0\n    last = tl.minimum(first + PART, K_BLOCKS)\n    # Triton"),
+    # Nobody uses what these read: only the bounds check sees them.
+    wrong("gemm", PARTS, "gate-scales-of-no-columns", "ahead = at_most(first, K_BLOCKS, PART, SPLIT_K) * 128", "ahead = first * 128"),
+    wrong("gemm", PARTS, "down-scales-of-no-columns", "start = at_most(first, K_BLOCKS, PART, SPLIT_K)", "start = first"),
+    wrong("prefill", LARGE, "gate-words-of-no-rows", "these rows give.\n            tile = tl.minimum(tile, ", "these rows give.\n            tile = tl.maximum(tile, "),
+    wrong("prefill", LARGE, "down-words-of-no-rows", "!= 0:\n                tile = tl.minimum(tile, ", "!= 0:\n                tile = tl.maximum(tile, "),
     wrong("gemm", RESIDENT, "resident-columns", "x[4 * k + j], acc, j", "x[j], acc, j"),
     wrong("gemm", RESIDENT, "row-blocks-in-one-place", "tl.store(out + n_block * BLOCK_N, result, mask=mask)\n    else:", "tl.store(out + first_block * BLOCK_N, result, mask=mask)\n    else:"),
     # Many tokens
@@ -104,6 +113,8 @@ def use(choice: Wrong, folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Let the operators launch the mutant: exchange every function that came from its module."""
     names = [f"moe_{part}_kernel" for part in ("mxfp4", "group", "gemm", "tile", "prefill")]
     modules = [importlib.import_module(f"k3_kernels.{name}") for name in names]
+    # A launch that is stopped in the middle leaves the counters of its split as they are.
+    patch.setattr(importlib.import_module("k3_kernels.moe_gemm"), "_COUNTERS", {})
     original = modules[names.index(choice.module)]
     mutated = build(original, choice.mutant, folder)
     for name, value in vars(original).items():
@@ -125,6 +136,7 @@ def test_check_refuses(
 
 
 ALL = (DIRECT, SPLIT, SHARED, LOCAL, RESIDENT, WIDE, NIBBLES, SORTED, MANY, PLAIN, TILES)
+ALL += (PARTS, LARGE)
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
