@@ -45,8 +45,8 @@ def rungs(
     again
         Rows of a second run, drawn as open markers.
     published
-        By concurrency: the published gain of that rung. Times the first rung it is drawn in a row
-        of its own: where September's rung would be, had it gained as much.
+        By concurrency: the published gain of that rung. Times the first rung of each run it is
+        drawn in a row of its own: where September's rung would be, had it gained as much.
     floors
         By concurrency: output tokens a second if all steps of that rung were at their floor.
 
@@ -74,7 +74,8 @@ def rungs(
             {r["rung"]: r["output_tokens_per_s"] for r in run if r["concurrency"] == concurrency}
             for run in (rows, again)
         ]
-        first = next(runs[0][name] for name in names if name in runs[0])
+        ground = next(name for name in names if name in runs[0])
+        first = runs[0][ground]
         drawn = ((runs[0], "recorded", 0, ""), (runs[1], "again", 1, "-open"))
         for rate, name, index, suffix in drawn:
             there = [n for n in names if n in rate]
@@ -94,15 +95,21 @@ def rungs(
             gain = runs[0][last_published] / first
             _number(figure, runs[0][last_published], last_published, gain, panel)
         if concurrency in published:
-            x = first * published[concurrency]
-            figure.add_scatter(
-                x=[x], y=[_PUBLISHED], mode="markers", name="8 B300: Published",
-                legendgroup="published", showlegend=panel == 1, row=1, col=panel,
-                marker={"symbol": "star-open", "size": 13, "color": "black"},
-                hovertemplate="%{x:.0f} tokens/s<extra>Published gain</extra>",
-            )  # fmt: skip
-            _number(figure, x, _PUBLISHED, published[concurrency], panel)
-            top = max(top, x)
+            stars: list[float] = []
+            for index, run in enumerate(("recorded", "again")):
+                if ground not in runs[index]:
+                    continue
+                stars.append(runs[index][ground] * published[concurrency])
+                figure.add_scatter(
+                    x=stars[-1:], y=[_PUBLISHED], mode="markers", name=f"{_PUBLISHED} (Derived)",
+                    legendgroup="published", showlegend=panel == 1 and index == 0,
+                    row=1, col=panel,
+                    marker={"symbol": "star-open", "size": 12,
+                            "color": series_style(index)["marker"]["color"]},
+                    hovertemplate=f"%{{x:.0f}} tokens/s<extra>published gain, {run}</extra>",
+                )  # fmt: skip
+            _number(figure, min(stars), _PUBLISHED, published[concurrency], panel)
+            top = max(top, *stars)
         if concurrency in floors:
             figure.add_scatter(
                 x=[floors[concurrency]] * 2, y=[order[0], order[-1]], mode="lines",
@@ -116,7 +123,7 @@ def rungs(
                 x=0.5 * first, y=name, text="not measured", showarrow=False,
                 font={"color": _GREY, "size": 13}, row=1, col=panel,
             )  # fmt: skip
-        figure.update_xaxes(range=[0, 1.3 * top], nticks=5, col=panel)
+        figure.update_xaxes(range=[0, 1.12 * top], nticks=5, col=panel)
     last = order.index(_PUBLISHED if published else last_published)
     figure.add_hline(y=last + 0.5, line={"color": _GREY, "dash": "dot", "width": 1.5})
     figure.update_xaxes(title="output tokens/s")
@@ -131,10 +138,10 @@ def rungs(
 
 
 def _number(figure: go.Figure, x: float, y: str, gain: float, panel: int) -> None:
-    """Write a gain to the right of its marker."""
+    """Write a gain to the left of its marker: to the right there may be a floor or the edge."""
     number = "" if panel == 1 else str(panel)
     figure.add_annotation(
-        x=x, y=y, text=f"{gain:.2f} x", showarrow=False, xanchor="left", xshift=9,
+        x=x, y=y, text=f"{gain:.2f} x", showarrow=False, xanchor="right", xshift=-9,
         xref=f"x{number}", yref=f"y{number}", font={"size": 13}, bgcolor="rgba(255, 255, 255, 0.8)",
     )  # fmt: skip
 
@@ -226,14 +233,15 @@ def gains_beside_published(
             figure.add_bar(
                 x=[str(c) for c in values], y=list(values.values()), name=name,
                 text=[f"{value:.2f}" for value in values.values()], textposition="outside",
-                textfont={"size": 13 if again is None else 11}, textangle=0,
+                # Three bars a group are narrower than their numbers.
+                textfont={"size": 13}, textangle=0 if again is None else -90,
                 showlegend=column == 1, legendgroup=name,
                 marker={"color": COLORS[index], "pattern": {"shape": shape}},
                 cliponaxis=False, row=1, col=column,
             )  # fmt: skip
     for column, title in enumerate(titles, 1):
         top = max(max(panels[title].values()) for _, panels, *_ in series)
-        figure.update_yaxes(range=[0, 1.15 * top], col=column)
+        figure.update_yaxes(range=[0, (1.15 if again is None else 1.2) * top], col=column)
         figure.add_hline(y=1, line={"color": _GREY, "dash": "dot", "width": 1.5}, col=column)
     figure.update_xaxes(title="concurrent requests", type="category")
     figure.update_yaxes(title="0.27.1 over main", col=1)

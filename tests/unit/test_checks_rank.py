@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from kimik3_lab.teaching import checks_rank as checks
 
@@ -25,7 +27,16 @@ def another_least(parts: Parts, bandwidth: float, rate: float) -> float:
     return total
 
 
-@pytest.mark.parametrize("answer", [least, another_least])
+def numpy_least(parts: Parts, bandwidth: float, rate: float) -> Any:
+    return 1e3 * (np.array(parts).reshape(-1, 2) / [bandwidth, rate]).max(1, initial=0).sum()
+
+
+def torch_least(parts: Parts, bandwidth: float, rate: float) -> Any:
+    moved, work = torch.tensor(parts, dtype=torch.float64).reshape(-1, 2).T
+    return 1e3 * torch.maximum(moved / bandwidth, work / rate).sum()
+
+
+@pytest.mark.parametrize("answer", [least, another_least, numpy_least, torch_least])
 def test_right_floors_pass(answer: Callable[..., Any]) -> None:
     checks.check_3(answer)
 
@@ -117,7 +128,19 @@ def another_gains(before: Times, after: Times, tokens: int) -> list[float]:
     return [whole / (ttft + (tokens - 1) * tpot) for ttft, tpot in pairs]
 
 
-@pytest.mark.parametrize("answer", [gains, another_gains])
+def numpy_gains(before: Times, after: Times, tokens: int) -> Any:
+    return np.array(another_gains(before, after, tokens))
+
+
+def torch_gains(before: Times, after: Times, tokens: int) -> Any:
+    return torch.tensor(another_gains(before, after, tokens), dtype=torch.float64)
+
+
+def one_by_one(before: Times, after: Times, tokens: int) -> Any:
+    yield from another_gains(before, after, tokens)
+
+
+@pytest.mark.parametrize("answer", [gains, another_gains, numpy_gains, torch_gains, one_by_one])
 def test_right_gains_pass(answer: Callable[..., Any]) -> None:
     checks.check_4(answer)
 
@@ -135,7 +158,14 @@ def test_wrong_gains_are_refused(wrong: dict[str, Any]) -> None:
         checks.check_4(lambda before, after, tokens: gains(before, after, tokens, **wrong))
 
 
-@pytest.mark.parametrize("answer", [lambda *_: None, lambda *_: (1.0, 1.0)])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda *_: None, lambda *_: (1.0, 1.0), lambda *_: 1.0, lambda *_: np.float64(1.0),
+        lambda *_: np.array(1.0), lambda *_: "abc", lambda *_: {1.0, 2.0, 3.0},
+        lambda *_: dict.fromkeys((1.0, 2.0, 3.0)),
+    ],
+)  # fmt: skip
 def test_no_answer_is_refused(answer: Callable[..., Any]) -> None:
-    with pytest.raises(AssertionError, match="expected three"):
+    with pytest.raises(AssertionError, match="expected a list of three"):
         checks.check_4(answer)

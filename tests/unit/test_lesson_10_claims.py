@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from datetime import datetime
 from itertools import pairwise
 
 import pytest
@@ -19,12 +20,15 @@ from kimik3_lab.paths import repository_dir
 from kimik3_lab.performance.hardware import ACCELERATORS
 from kimik3_lab.performance.published import Comparison, compare, load_points
 from kimik3_lab.rank.step_floor import BANDWIDTH, FLOP_RATE, Rows, StepFloor
+from kimik3_lab.serving.presets import LADDER
 from kimik3_lab.teaching.rank_record import FIRST, SEPTEMBER, RankRecord
 
 NOTEBOOK = repository_dir() / "notebooks" / "10_serving_engine.ipynb"
 BATCH, ADAPTIVE = "batch of 16,384", "adaptive budget"
 PREFILL, FINALIZE, OTHER = "KDA prefill", "deferred finalize", "other step changes"
 CACHING, RECORDS = "prefix caching", "recovery records"
+SKINNY = "skinny GEMM"
+SLOW = (ADAPTIVE, PREFILL, SKINNY, FINALIZE)  # measured one after another in the second run
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +89,56 @@ def test_the_published_numbers(points: dict[int, Comparison], prose: str) -> Non
     says(prose, "the first token came six times sooner there and not even three times here")
 
 
-def test_no_operator_of_the_first_rung_is_slower_than_its_peer(
+def test_what_is_left_out_above_september(record: RankRecord, prose: str) -> None:
+    measured = {rung.name for rung in record.rungs}
+    places = [place for place, rung in enumerate(LADDER) if rung.name not in measured]
+    assert len(places) == 4 and all(LADDER[place].beyond_published for place in places)
+    says(prose, "Above September four rungs are left out that one GPU or unlike prompts cannot")
+    contained = 0
+    for place in places:
+        below, rung, *above = LADDER[place - 1 : place + 2]
+        new = [getattr(rung, kind).items() - getattr(below, kind).items()
+               for kind in ("scheduler", "cache")]  # fmt: skip
+        assert any(new)
+        if above and above[0].name in measured:
+            assert new[0] <= above[0].scheduler.items() and new[1] <= above[0].cache.items()
+            contained += 1
+    assert contained == 3
+    says(prose, "three of them come along with the next one")
+
+
+def test_what_is_known_of_the_second_run(record: RankRecord, again: RankRecord, prose: str) -> None:
+    first, second = (
+        datetime.fromisoformat(run.body["provenance"]["date_utc"]) for run in (record, again)
+    )
+    assert round((second - first).total_seconds() / 60) == 11
+    says(prose, "is the same ladder eleven minutes later")
+    says(prose, "each run found one that had just started bare, so it may have been the same")
+    assert "on another machine" in again.body["what"]
+    says(prose, "The note says another machine")
+    assert record.body["provenance"]["device"] == again.body["provenance"]["device"]
+    assert "prompts of every cell were rehearsed" in again.body["what"]
+    says(prose, "the second run rehearsed more", "All counts are the same in both")
+    counts = ("forwards", "drafter_forwards", "launches", "gather_bytes", "kda_state_writes",
+              "kda_state_bytes_copied", "bytes", "output_tokens")  # fmt: skip
+    for rung in record.rungs:
+        for c in record.concurrencies:
+            one, other = (run.need(rung.name, c) for run in (record, again))
+            assert [one[key] for key in counts] == [other[key] for key in counts]
+
+
+def test_five_operators_of_the_first_rung_are_faster_than_their_peers(
     record: RankRecord, prose: str
 ) -> None:
-    says(prose, "each operator is faster than its best peer")
-    assert len(record.body["operators"]) > 15
+    says(prose, "So here are five operators of a rank", "each of the five is faster than its best")
+    assert len({row["operator"] for row in record.body["operators"]}) == 5
+    assert len(record.body["operators"]) == 21
+    first = record.need(FIRST, 1)
+    replays = first["drafter_forwards"] - 1
+    says(prose, f"{replays} of a lone request's {first['forwards']} passes")
+    says(prose, "nothing about four things: KDA that verifies nine rows at once")
+    names = " ".join(row["operator"] for row in record.body["operators"])
+    assert not any(word in names for word in ("mla", "recover", "drafter", "dense"))
     for row in record.body["operators"]:
         name = f"{row['operator']} {row['case']}"
         assert row["ours_us"] < row["best_peer_us"], f"{name} is slower than {row['best_peer']}"
@@ -108,19 +157,46 @@ def test_the_gains_and_how_far_they_are_from_the_published(
         f"{others[0]}, {others[1]} and {others[2]}. Each is less than on the B300s",
     )
     assert record.concurrencies == (1, 4, 16) and not record.missing
-    says(prose, "At 4 and 16 requests they lie beyond that line", "none about the gain")
     for c in (1, 4, 16):
         published = points[c].throughput_ratio
         assert max(record.gain(c), again.gain(c)) < published
-        star = published * record.need(FIRST, c)["output_tokens_per_s"]
-        assert (star > record.floor_rate(c)) is (c > 1)
     says(
         prose,
         "a fifth more tokens a second to one request, a third to a half more to four, and three to "
         "four fifths more to sixteen",
     )
-    for c, least, most in ((1, 1.15, 1.25), (4, 1.28, 1.58), (16, 1.55, 1.87)):
+    for c, least, most in ((1, 1.18, 1.21), (4, 1.3, 1.55), (16, 1.58, 1.84)):
         assert least < record.gain(c) <= again.gain(c) < most
+
+
+def test_where_the_published_gain_would_be(
+    record: RankRecord, again: RankRecord, points: dict[int, Comparison], prose: str
+) -> None:
+    beyond = {
+        (name, c): points[c].throughput_ratio * run.need(FIRST, c)["output_tokens_per_s"]
+        / record.floor_rate(c) - 1
+        for name, run in (("recorded", record), ("again", again))
+        for c in (1, 4, 16)
+    }  # fmt: skip
+    shares = [f"{100 * beyond['recorded', c]:.0f} %" for c in (4, 16)]
+    says(
+        prose,
+        "At 4 and 16 requests those of the recorded run lie beyond that line, by "
+        f"{shares[0]} and {shares[1]}",
+        "From the second run's slower first rung they lie on it, within a percent",
+        "beyond its floor in the recorded run, and at its floor in the second",
+    )
+    assert min(beyond["recorded", c] for c in (4, 16)) > 0.1
+    assert max(abs(beyond["again", c]) for c in (4, 16)) < 0.01
+    assert max(beyond["recorded", 1], beyond["again", 1]) < -0.05
+    for c in (4, 16):  # what the published first version can have been of its floor, at the most
+        assert (
+            again.need(FIRST, c)["output_tokens_per_s"]
+            < record.need(FIRST, c)["output_tokens_per_s"]
+        )
+        # September's published rung below 99 % of its floor: then its first is below ours.
+        ours = again.need(FIRST, c)["output_tokens_per_s"] / record.floor_rate(c)
+        assert 0.99 / points[c].throughput_ratio < ours
 
 
 def test_nearly_all_of_it_comes_with_the_second_rung(
@@ -151,13 +227,40 @@ def test_what_else_is_the_same_in_both_runs(
     assert [rung for rung in names[1:] if min(worth[rung]) > 1] == [BATCH, OTHER]
     says(prose, f"Two rungs lose in all six cells: {FINALIZE} and {RECORDS}")
     assert [rung for rung in names[1:] if max(worth[rung]) < 1] == [FINALIZE, RECORDS]
-    says(prose, "about half a millisecond a step with one and four requests, more in the second")
-    for c in (1, 4):
-        saved = [
-            run.need(FINALIZE, c)["decode_step_ms"] - run.need(OTHER, c)["decode_step_ms"]
-            for run in (record, again)
-        ]
-        assert 0.4 < saved[0] < 0.6 < saved[1]
+    saved = [
+        [run.need(FINALIZE, c)["decode_step_ms"] - run.need(OTHER, c)["decode_step_ms"]
+         for c in (1, 4)]
+        for run in (record, again)
+    ]  # fmt: skip
+    says(prose, "about half a millisecond a step with one and four requests")
+    assert saved[0] == pytest.approx([0.5, 0.5], abs=0.06)
+    says(prose, f"The second run says {saved[1][0]:.1f} and {saved[1][1]:.1f} ms")
+    verify = {c: record.apart(c, "decode_step_ms") for c in (1, 4, 16)}
+    most = max(verify[c][rung] for c in verify for rung in SLOW)
+    says(prose, f"on the four rungs below, verifications took up to {100 * most:.0f} % longer")
+    says(prose, "on the rung measured before those, and on this one, at most 3 %")
+    assert 0.02 < max(verify[c][rung] for c in verify for rung in (BATCH, OTHER)) < 0.03
+    assert all(max(verify[c][rung] for c in verify) > 0.065 for rung in SLOW)
+    starts = sorted((again.need(name, 1)["date_utc"], name) for name in names)
+    order = [name for _, name in starts]
+    assert order[order.index(BATCH) :][:6] == [BATCH, *SLOW, OTHER]
+    below = dict(pairwise(reversed(names)))
+    jumps = {
+        (rung, c, i): abs(run.need(rung, c)["output_tokens_per_s"]
+                          / run.need(below[rung], c)["output_tokens_per_s"] - 1)
+        for i, run in enumerate((record, again))
+        for rung in names[names.index(SEPTEMBER) + 1 :]
+        for c in (1, 4, 16)
+    }  # fmt: skip
+    says(prose, "The four largest numbers above September are two stalls")
+    largest = sorted(jumps, key=lambda key: jumps[key])[-4:]
+    after = {lower: rung for rung, lower in below.items()}
+    stalled = {  # the run in which the step was long, on the stalled rung and on the next one up
+        (name, c, int(longest[1] > longest[0]))
+        for (rung, c), longest in record.stalls().items()
+        for name in (rung, after[rung])
+    }
+    assert set(largest) == stalled
 
 
 def test_passes_that_need_not_happen(record: RankRecord, prose: str) -> None:
@@ -206,7 +309,7 @@ def test_equal_steps_are_not_equally_long(
     noise = [[run.noise(c) for c in (1, 4, 16)] for run in (record, again)]
     assert min(noise[0]) > 0.02 and max(noise[0]) < 0.035
     assert 0.085 < max(noise[1]) < 0.095
-    says(prose, "a rung's tokens a second lie up to 11 % apart")
+    says(prose, "a rung's tokens a second lie up to 10 % apart")
     stalled = record.stalls()
     assert set(stalled) == {(CACHING, 16), (RECORDS, 1)}
     says(prose, f"{stalled[CACHING, 16][0] / 1e3:.1f} s with {CACHING}")
@@ -218,19 +321,26 @@ def test_equal_steps_are_not_equally_long(
         for rung, share in found.items()
         if rung != FIRST and (rung, c) not in stalled
     ]
-    assert 0.1 < max(rest) < 0.11
+    assert f"{max(rest):.0%}" == "10%"
     assert apart[4][FIRST] < -0.11 and apart[16][FIRST] < -0.11
+    says(
+        prose, f"two runs of one rung up to a tenth; the first rung {-100 * apart[4][FIRST]:.0f} %"
+    )
+    assert min(abs(apart[c][rung]) for rung, c in stalled) > 0.3
+    says(prose, "and two stalls far more")
 
 
 def test_the_first_rungs_chunks_are_what_differs_between_the_runs(
     record: RankRecord, again: RankRecord, prose: str
 ) -> None:
-    says(prose, "on every rung, within a few percent, except on the first")
+    says(prose, "on every rung, within 4 percent (once 7), except on the first")
+    further = []
     for c in (1, 4, 16):
         prompts = record.apart(c, "prompt_step_ms")
         first = prompts.pop(FIRST)
-        assert max(map(abs, prompts.values())) < 0.08
+        further += [abs(share) for share in prompts.values() if abs(share) > 0.04]
         assert (first > 0.15) is (c > 1)
+    assert [f"{share:.0%}" for share in further] == ["7%"]
     chunk = {
         c: [f"{run.need(FIRST, c)['prompt_step_ms']:.0f}" for run in (record, again)]
         for c in (1, 4, 16)
@@ -247,17 +357,26 @@ def test_the_first_rungs_chunks_are_what_differs_between_the_runs(
     ends = [f"{run.gain(c):.2f}" for c in (4, 16) for run in (record, again)]
     says(
         prose,
-        f"the whole difference between {ends[0]} and {ends[1]}, and between {ends[2]} and "
-        f"{ends[3]}",
+        f"the whole difference between {ends[0]} and {ends[1]}, and seven tenths of that between "
+        f"{ends[2]} and {ends[3]}",
     )
-    for c in (4, 16):  # without the longer chunks the second run's first rung would be the first's
+    explained = {}
+    for c in (4, 16):  # the recorded run with nothing changed but the second run's chunks
         longer = again.prompt_seconds(FIRST, c) - record.prompt_seconds(FIRST, c)
-        seconds = again.need(FIRST, c)["elapsed_s"] - record.need(FIRST, c)["elapsed_s"]
-        assert longer / seconds == pytest.approx(1, abs=0.2)
+        ran = [record.need(rung, c)["elapsed_s"] for rung in (FIRST, SEPTEMBER)]
+        would = (ran[0] + longer) / ran[1]
+        explained[c] = (would - record.gain(c)) / (again.gain(c) - record.gain(c))
+    assert explained == pytest.approx({4: 1.0, 16: 0.7}, abs=0.05)
+    says(prose, "the second run rehearsed more than the first, not less")
+    longest = [again.need(FIRST, c)["longest_step_ms"] for c in (4, 16)]
+    says(prose, f"no single step stands out ({longest[0]:.0f} and {longest[1]:.0f} ms at most)")
+    for c, step in zip((4, 16), longest, strict=True):
+        assert step < 1.7 * again.need(FIRST, c)["prompt_step_ms"]
+    says(prose, "It is not excluded, and only a third run would tell")
     most = max(max(record.apart(c, "decode_step_ms").values()) for c in (1, 4, 16))
     says(prose, f"verifications, too, take up to {most:.0%} longer".replace("%", " %"))
-    says(prose, "changed with the machine by as much as half")
-    assert 0.4 < record.apart(4, "prompt_step_ms")[FIRST] < 0.55
+    says(prose, "changed from one run to the other by as much as half")
+    assert 0.45 < record.apart(4, "prompt_step_ms")[FIRST] < 0.55
 
 
 def test_where_the_saved_seconds_were(record: RankRecord, prose: str) -> None:
@@ -278,6 +397,8 @@ def test_where_the_saved_seconds_were(record: RankRecord, prose: str) -> None:
     }
     says(prose, "Nine tenths of the saved time are those steps")
     says(prose, "At four requests they are all of it, and for one request three fifths")
+    says(prose, "At 4 and 16 requests nearly all of it is passes over the model that need not")
+    says(prose, "need not happen; for one, three fifths")
     assert saved == pytest.approx({1: 0.6, 4: 1.0, 16: 0.9}, abs=0.02)
     says(prose, "sixteen times the tokens in less than six times the time")
     ends = [record.need(rung, 16)["prompt_step_ms"] for rung in (FIRST, SEPTEMBER)]
@@ -289,12 +410,15 @@ def test_where_the_saved_seconds_were(record: RankRecord, prose: str) -> None:
 
 
 def test_the_goals(record: RankRecord, again: RankRecord, prose: str) -> None:
-    says(prose, "All goals about kernels are reached, and none about the gain")
+    says(prose, "All goals about kernels are reached, on the device, and none about the gain")
     says(prose, "a lone request's plain step at 45 % of its floor, sixteen requests with eight")
     assert all(
         run.gain(c) < g for run in (record, again) for c, g in ((1, 2.2), (4, 2.5), (16, 2.8))
     )
-    assert record.body["plain_decode"][0]["fraction_of_floor"] > 0.45
+    plain, host = record.body["plain_decode"][0], record.step_parts(1)["host and the rest"]
+    assert plain["requests"] == 1 and plain["fraction_of_floor"] > 0.45
+    says(prose, f"with the host's {host:.1f} ms of a speculated one it would be some 40 %")
+    assert plain["floor_ms"] / (plain["ms"] + host) == pytest.approx(0.4, abs=0.01)
     parts = record.step_parts(16)
     assert (parts["model, floor"] + parts["drafter, floor"]) / sum(parts.values()) > 0.6
     fresh = {r["tokens"]: r for r in record.body["curves"]["prefill"] if r["start"] == 0}
@@ -320,7 +444,12 @@ def test_the_floor_is_experts(record: RankRecord, prose: str) -> None:
     says(prose, "Experts are half of a lone request's floor and four fifths of it at sixteen")
     assert 0.45 < share[1] < 0.55 and 0.77 < share[16] < 0.84
     nine, many = (round(chosen[n]["expected"]) for n in (9, 144))
-    says(prose, f"nine rows choose {nine} of 896 experts in a layer, 144 rows choose {many}")
+    counted = round(chosen[144]["measured"])
+    says(
+        prose,
+        f"nine rows choose {nine} of 896 experts in a layer, 144 rows choose {many} (by the "
+        f"formula; {counted} were counted)",
+    )
     says(prose, "are below a twentieth each")
 
 
@@ -333,11 +462,13 @@ def test_where_a_step_goes(record: RankRecord, prose: str) -> None:
         assert 0.4 < floor < 0.6 if c == 1 else 0.54 < floor < 0.7
         above = parts["model, above its floor"] + parts["drafter, above its floor"]
         assert above > 0.5 * whole * (1 - floor)
-        assert parts["host and the rest"] < 0.14 * whole
+        assert parts["host and the rest"] < whole / 8
         drafter = parts["drafter, floor"] + parts["drafter, above its floor"]
         assert drafter > 2.5 * parts["drafter, floor"]
     says(prose, "What lies above the floor is the larger part of the rest")
-    says(prose, "What is left for the host and all else is about a tenth or less")
+    says(prose, "What is left for the host and all else is an eighth or less")
+    says(prose, f"The bars are of the last rung, {record.body['curves']['rung']}")
+    assert record.rungs[-1].name == record.body["curves"]["rung"]
     says(prose, "it needs several times its floor")
     says(prose, "A verification of nine rows takes about twice its floor")
 
@@ -359,8 +490,11 @@ def test_other_peoples_prompts(record: RankRecord, prose: str) -> None:
 def test_context_and_company(record: RankRecord, prose: str) -> None:
     curves = record.body["curves"]
     ms = {(r["requests"], r["context"]): r["target_ms"] for r in curves["decode"]}
-    says(prose, "64 requests take about five times as long as one")
-    assert 4.3 < ms[64, 1000] / ms[1, 1000] < 5.8
+    ratios = [ms[64, context] / ms[1, context] for context in (1000, 8000)]
+    says(prose, f"64 requests take {ratios[0]:.1f} to {ratios[1]:.1f} times as long as one")
+    says(prose, "whole waves stop at 16 requests", "no 64 requests at 64,000 tokens")
+    assert [c for n, c in ms if n == 64] == [1000, 8000] and (16, 64000) in ms
+    assert max(record.concurrencies) == 16
     says(prose, "a tenth longer for one request and a third longer for sixteen")
     assert 1.05 < ms[1, 64000] / ms[1, 1000] < 1.16
     assert 1.25 < ms[16, 64000] / ms[16, 1000] < 1.42
@@ -378,11 +512,25 @@ def test_one_request_gains_what_the_scheduler_gives(
     record: RankRecord, again: RankRecord, points: dict[int, Comparison], prose: str
 ) -> None:
     one = points[1]
-    says(prose, "1.18 is left; the rank's whole gain is about that")
     only_first = one.before.latency_s - (one.before.ttft_ms - one.after.ttft_ms) / 1e3
-    assert record.gain(1, "latency_s") == pytest.approx(one.before.latency_s / only_first, abs=0.1)
+    there = one.before.latency_s / only_first
+    parts: dict[str, list[float]] = {}
+    for name, run in (("recorded", record), ("again", again)):
+        first, last = (run.need(rung, 1) for rung in (FIRST, SEPTEMBER))
+        sooner = (first["ttft_ms"] - last["ttft_ms"]) / 1e3
+        rest = 0.999 * (first["tpot_ms"] - last["tpot_ms"])  # of 999 tokens, in seconds
+        parts[name] = [first["latency_s"] / (first["latency_s"] - s) for s in (sooner, rest)]
+        parts[name].append(run.gain(1, "latency_s"))
+        assert math.log(parts[name][0]) / math.log(there) == pytest.approx(2 / 3, abs=0.05)
+    told = [f"{value:.2f}" for value in parts["recorded"]]
+    says(
+        prose,
+        f"{there:.2f} is left. Here first tokens alone bring {told[0]} and the others {told[1]}, "
+        f"both {told[2]}",
+        "about two thirds of what first tokens gave there (in logarithms)",
+    )
     says(prose, "on the B300s a token came in half the time, here in nearly the same")
-    assert record.gain(1, "tpot_ms") < 1.12
+    assert max(record.gain(1, "tpot_ms"), again.gain(1, "tpot_ms")) < 1.09
     says(prose, "with 4 and 16 requests the others came somewhat sooner here, too")
     assert min(record.gain(c, "tpot_ms") for c in (4, 16)) > 1.1
     halves = {}
@@ -392,9 +540,9 @@ def test_one_request_gains_what_the_scheduler_gives(
             sooner = (first["ttft_ms"] - last["ttft_ms"]) / 1e3
             rest = first["latency_s"] - last["latency_s"] - sooner
             halves[name, c] = first["latency_s"] / (first["latency_s"] - rest)
-            there = points[c]
-            alone = there.before.ttft_ms - there.after.ttft_ms
-            published = there.before.latency_s / (there.before.latency_s - alone / 1e3)
+            before, after = points[c].before, points[c].after
+            alone = (before.ttft_ms - after.ttft_ms) / 1e3
+            published = before.latency_s / (before.latency_s - alone)
             assert first["latency_s"] / (first["latency_s"] - sooner) > published
     says(prose, "At 4 and 16 requests first tokens bring more here than there")
     assert f"{halves['recorded', 4]:.2f}" == f"{halves['recorded', 16]:.2f}" == "1.13"
@@ -416,9 +564,6 @@ def test_a_layer_there_and_here(
     assert 1.5 < here["prompt"] / there["prompt"] < 2
     says(prose, "on the better chip it took longer than here")
     assert there["chunk"] > 1.1 * here["chunk"]
-    says(prose, "The two factors together are the whole difference")
-    factors = there["chunk"] / here["chunk"] * here["prompt"] / there["prompt"]
-    assert factors == pytest.approx(one.ttft_ratio / record.gain(1, "ttft_ms"))
     says(prose, "a step of the published first version took longer a layer than ours")
     steps = [3.4 * end.ms_per_token / 93 for end in (one.before, one.after)]
     ours = [record.need(rung, 1)["decode_step_ms"] / 24 for rung in (FIRST, SEPTEMBER)]

@@ -43,16 +43,25 @@ def test_a_second_run_published_gains_and_floors_stand_beside_the_rungs() -> Non
     )  # fmt: skip
     order = list(figure.layout.yaxis.categoryarray)
     assert order == ["old", "new", "first rung x published gain", "far"]
+    stars = "first rung x published gain (Derived)"
     drawn = [(t.name, t.xaxis, list(t.x), t.y[0]) for t in figure.data if t.name != "recorded"]
     assert drawn == [
         ("again", "x", [80.0], "old"),
-        ("8 B300: Published", "x", [pytest.approx(220.0)], order[2]),
+        (stars, "x", [pytest.approx(220.0)], order[2]),
+        (stars, "x", [pytest.approx(176.0)], order[2]),
         ("September's rung at its floor", "x", [300.0, 300.0], "old"),
         ("again", "x2", [390.0], "old"),
-        ("8 B300: Published", "x2", [1000.0], order[2]),
+        (stars, "x2", [1000.0], order[2]),
+        (stars, "x2", [975.0], order[2]),
     ]
     looks = {t.name: (t.mode, t.marker.symbol) for t in figure.data if t.mode != "lines"}
     assert len(set(looks.values())) == 3
+    assert [t.showlegend for t in figure.data if t.name == stars] == [True, False, False, False]
+    colors = [t.marker.color for t in figure.data if t.name == stars]
+    assert colors[0] == colors[2] == figure.data[0].marker.color != colors[1]
+    numbers = [n for n in figure.layout.annotations if n.text.endswith(" x")]
+    left = [(n.text, n.x, n.xanchor) for n in numbers if n.y == order[2]]
+    assert left == [("2.20 x", pytest.approx(176.0), "right"), ("2.50 x", 975.0, "right")]
     assert all(line.y0 == 2.5 for line in figure.layout.shapes)  # above its own row
     assert all(
         max(t.x) < figure.layout[t.xaxis.replace("x", "xaxis")].range[1] for t in figure.data
@@ -92,6 +101,8 @@ def test_ours_and_the_published_are_labelled() -> None:
     assert [(t.name, t.y[0]) for t in twice.data][1] == ("measured again", 3.0)
     assert len({t.marker.pattern.shape for t in twice.data}) == 3
     assert twice.layout.yaxis.range[1] > 3.0
+    assert {t.textangle for t in twice.data} == {-90}  # three bars are narrower than a number
+    assert {t.textangle for t in figure.data} == {0}
 
 
 def test_curves_have_their_floors() -> None:

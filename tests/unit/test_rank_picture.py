@@ -35,8 +35,15 @@ def test_the_picture_says_what_it_shows(tool: ModuleType) -> None:
     root = ElementTree.fromstring(tool.current())
     words = [item.text or "" for item in root.iter("{http://www.w3.org/2000/svg}text")]
     record, said = RankRecord.read(), " | ".join(words)
-    for label in ("Miniature, Measured", "Published", "no collectives", "floor"):
+    for label in (
+        "Miniature, Measured", "Published", "no collectives", "floor",
+        "Bars are shares of the floor, group by group", "this lab's, and PyTorch's matrix products",
+        "again, on a machine started anew",
+    ):  # fmt: skip
         assert label in said
+    view = [float(x) for x in root.attrib["viewBox"].split()]
+    below = [float(t.attrib["y"]) for t in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert max(below) + 6 < view[3]
     for point in compare(load_points()):
         c = point.concurrency
         first, last = (record.need(rung, c)["output_tokens_per_s"] for rung in (FIRST, SEPTEMBER))
@@ -85,7 +92,7 @@ def test_the_second_run_is_marked_where_its_rate_is(tool: ModuleType) -> None:
 def test_one_run_is_drawn_without_marks(tool: ModuleType) -> None:
     body = {key: part for key, part in RankRecord.read().body.items() if key != "again"}
     drawn = tool.picture(RankRecord(body), {1: 2.0, 4: 2.0, 16: 2.0})
-    assert "<path" not in drawn and "again" not in drawn and "second machine" not in drawn
+    assert "<path" not in drawn and "again" not in drawn and "Dark marks" not in drawn
 
 
 def test_the_readme_shows_it_with_its_labels() -> None:
