@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kimik3_lab.config import K3Config
 from kimik3_lab.parallel.groups import Ranks
+from kimik3_lab.parallel.layer_shape import Parallel
 from kimik3_lab.reference.moe import Routing
 
-__all__ = ["Parallel", "check_experts", "draw_routing", "random_experts"]
+__all__ = ["check_experts", "draw_mxfp4", "draw_routing", "random_experts", "split_mxfp4"]
 
-Parallel = Literal["tp", "ep"]
 #: Exponents of scales, as bytes: 2 to the power of -9 to -6, as the released experts have.
 _SCALES = (118, 122)
 
@@ -47,12 +47,19 @@ def draw_routing(
     Routing
         int32 ids, and float32 weights that add up to 1.
 
+    Raises
+    ------
+    ValueError
+        If the load is unknown.
+
     Examples
     --------
     >>> drawn = draw_routing(3, K3Config.micro(), "uniform", torch.Generator().manual_seed(0))
     >>> drawn.expert_ids.shape, drawn.expert_ids.dtype
     (torch.Size([3, 2]), torch.int32)
     """
+    if load not in ("uniform", "skewed"):
+        raise ValueError(f"load must be 'uniform' or 'skewed', got {load!r}")
     device, experts = generator.device, config.num_experts
     log_popularity = torch.zeros(experts, device=device)
     if load == "skewed":
@@ -74,6 +81,50 @@ def random_experts(
     return random_mxfp4(experts, latent, width, device=device, generator=generator)
 
 
+def draw_mxfp4(
+    config: K3Config, device: torch.device, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draw a layer's experts in a checkpoint's form, which :func:`split_mxfp4` cuts for a rank.
+
+    Returns
+    -------
+    gate_up, gate_up_scale, down, down_scale
+        uint8, as :func:`k3_kernels.pack_mxfp4` takes them.
+    """
+    experts, latent = config.num_experts, config.routed_expert_hidden_size
+    inner = config.moe_intermediate_size
+
+    def draw(*shape: int, span: tuple[int, int] = (0, 256)) -> Tensor:
+        return torch.randint(*span, shape, dtype=torch.uint8, device=device, generator=generator)
+
+    gate_up, down = draw(experts, 2 * inner, latent // 2), draw(experts, latent, inner // 2)
+    gate_up_scale = draw(experts, 2 * inner, latent // 32, span=_SCALES)
+    down_scale = draw(experts, latent, inner // 32, span=_SCALES)
+    return gate_up, gate_up_scale, down, down_scale
+
+
+def split_mxfp4(
+    raw: tuple[Tensor, Tensor, Tensor, Tensor], kind: Parallel, ranks: Ranks
+) -> MXFP4Experts:
+    """Pack this rank's slices of all experts, or its whole experts."""
+    gate_up, gate_up_scale, down, down_scale = raw
+    held = ranks.share(len(gate_up))
+    if kind == "ep":
+        return pack_mxfp4(*(part[held.start : held.stop] for part in raw))
+    inner = 2 * down.shape[-1]
+    width = ranks.share(inner)
+
+    def halves(rows: Tensor) -> Tensor:
+        """Take this rank's rows of gate and of up."""
+        parts = rows.unflatten(1, (2, inner))[:, :, width.start : width.stop]
+        return parts.flatten(1, 2).contiguous()
+
+    def some(columns: Tensor, per: int) -> Tensor:
+        return columns[..., width.start // per : width.stop // per].contiguous()
+
+    return pack_mxfp4(halves(gate_up), halves(gate_up_scale), some(down, 2), some(down_scale, 32))
+
+
 def check_experts(
     config: K3Config, ranks: Ranks, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> dict[Parallel, float]:
@@ -84,36 +135,18 @@ def check_experts(
     dict
         By kind of parallelism, ``||sum - one|| / ||one||``.
     """
-    experts, latent = config.num_experts, config.routed_expert_hidden_size
-    inner = config.moe_intermediate_size
     generator = torch.Generator(device).manual_seed(11)
-
-    def draw(*shape: int, span: tuple[int, int] = (0, 256)) -> Tensor:
-        return torch.randint(*span, shape, dtype=torch.uint8, device=device, generator=generator)
-
-    gate_up, down = draw(experts, 2 * inner, latent // 2), draw(experts, latent, inner // 2)
-    gate_up_scale = draw(experts, 2 * inner, latent // 32, span=_SCALES)
-    down_scale = draw(experts, latent, inner // 32, span=_SCALES)
-    x = torch.randn(tokens, latent, device=device, generator=generator).to(dtype)
+    raw = draw_mxfp4(config, device, generator)
+    x = torch.randn(
+        tokens, config.routed_expert_hidden_size, device=device, generator=generator
+    ).to(dtype)
     routing = draw_routing(tokens, config, "uniform", generator)
-    one = moe_experts(x, pack_mxfp4(gate_up, gate_up_scale, down, down_scale), *routing)
-
-    width, held = ranks.share(inner), ranks.share(experts)
-
-    def halves(rows: Tensor) -> Tensor:
-        """Take this rank's rows of gate and of up."""
-        parts = rows.unflatten(1, (2, inner))[:, :, width.start : width.stop]
-        return parts.flatten(1, 2).contiguous()
-
-    def some(columns: Tensor, per: int) -> Tensor:
-        return columns[..., width.start // per : width.stop // per].contiguous()
-
-    sliced = pack_mxfp4(halves(gate_up), halves(gate_up_scale), some(down, 2), some(down_scale, 32))
-    chosen = slice(held.start, held.stop)
-    whole = pack_mxfp4(gate_up[chosen], gate_up_scale[chosen], down[chosen], down_scale[chosen])
-    parts: dict[Parallel, Tensor] = {
-        "tp": moe_experts(x, sliced, *routing),
-        "ep": moe_experts(x, whole, *routing, first_expert=held.start),
+    one = moe_experts(x, split_mxfp4(raw, "tp", Ranks()), *routing)
+    kinds: tuple[Parallel, ...] = ("tp", "ep")
+    first = {"tp": 0, "ep": ranks.share(config.num_experts).start}
+    parts = {
+        kind: moe_experts(x, split_mxfp4(raw, kind, ranks), *routing, first_expert=first[kind])
+        for kind in kinds
     }
     norm = one.float().norm()
     return {

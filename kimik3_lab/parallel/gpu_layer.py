@@ -2,8 +2,8 @@
 
 Needs torch and Triton. :mod:`kimik3_lab.parallel.measure` times it; nothing serves with it, since
 two GPUs cannot hold the model. Weights are drawn on each rank for itself: times do not ask what a
-weight says. That the *sum over ranks* is right is checked apart, with weights that belong together
-(:func:`~kimik3_lab.parallel.gpu_experts.check_experts`), and for whole models on the CPU.
+weight says. That ranks together are the layer of one is checked apart, with weights that belong
+together (:mod:`kimik3_lab.parallel.check_layer`), and for whole models on the CPU.
 
 What is fused is what vLLM fuses: q, k, v and the output gate are one product, gate and up of the
 shared experts another; residual mixture and norm are one kernel, and so are a KDA step and its
@@ -12,21 +12,19 @@ norm.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from k3_kernels import attn_res, kda_conv, kda_decode, kda_prefill, moe_experts, route
 from torch import Tensor
 from torch.nn import functional as F
 
-from kimik3_lab.config import K3Config
-from kimik3_lab.parallel.gpu_experts import Parallel, random_experts
+from kimik3_lab.parallel.gpu_experts import random_experts
 from kimik3_lab.parallel.groups import Ranks
+from kimik3_lab.parallel.layer_shape import LayerShape
 from kimik3_lab.parallel.moe import SplitMoE
 from kimik3_lab.reference.kda import gated_norm
 from kimik3_lab.reference.moe import Routing, situ
 
-__all__ = ["BLOCKS", "KDA_PARTS", "PARTS", "GpuLayer", "LayerShape"]
+__all__ = ["BLOCKS", "KDA_PARTS", "PARTS", "GpuLayer"]
 
 #: Parts that :meth:`GpuLayer.part` runs alone, named as the cost model names them.
 PARTS = ("router", "latent", "experts", "shared", "kda", "mixtures")
@@ -36,65 +34,6 @@ KDA_PARTS = ("kda_products", "kda_convolution")
 #: Blocks of the residual stream that the layer reads: K3 reads 5.4 sources in the mean, the running
 #: sum included.
 BLOCKS = 4
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What of a layer one rank holds.
-
-    Attributes
-    ----------
-    experts, first_expert, expert_width
-        Routed experts here, the first of them, and their inner width here.
-    shared_width, kda_heads
-        Of the shared experts' inner width, and of the heads.
-    """
-
-    config: K3Config
-    parallel: Parallel
-    experts: int
-    first_expert: int
-    expert_width: int
-    shared_width: int
-    kda_heads: int
-
-    @classmethod
-    def of(cls, config: K3Config, parallel: Parallel, ranks: Ranks) -> LayerShape:
-        """Share a layer out.
-
-        Raises
-        ------
-        ValueError
-            If the ranks do not divide it: uneven ranks would be measured as if they were even.
-
-        Examples
-        --------
-        >>> shape = LayerShape.of(K3Config.released(), "ep", Ranks(1, 2))
-        >>> shape.experts, shape.first_expert, shape.expert_width, shape.shared_width
-        (448, 448, 3072, 3072)
-        """
-        parts = {
-            "experts": config.num_experts,
-            "columns of an expert": config.moe_intermediate_size,
-            "columns of the shared experts": config.shared_intermediate_size,
-            "KDA heads": config.linear_attn_config.num_heads,
-        }
-        for name, number in parts.items():
-            if number % ranks.size:
-                raise ValueError(
-                    f"{ranks.size} ranks do not divide {number} {name}: measure with a number that "
-                    "does"
-                )
-        whole = parallel == "ep"
-        return cls(
-            config,
-            parallel,
-            experts=len(ranks.share(config.num_experts)) if whole else config.num_experts,
-            first_expert=ranks.share(config.num_experts).start if whole else 0,
-            expert_width=config.moe_intermediate_size // (1 if whole else ranks.size),
-            shared_width=config.shared_intermediate_size // ranks.size,
-            kda_heads=config.linear_attn_config.num_heads // ranks.size,
-        )
 
 
 class GpuLayer:
@@ -139,7 +78,7 @@ class GpuLayer:
         self.width = width = shape.kda_heads * self.head_dim
         self.situ = torch.compile(situ, dynamic=True) if compiled else situ
         self.gated_norm = torch.compile(gated_norm, dynamic=True) if compiled else gated_norm
-        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else torch.cpu.Stream()
         if weights is None:
             self.gate = self._matrix(config.num_experts, hidden)
             self.bias = torch.zeros(config.num_experts, device=device)

@@ -14,6 +14,7 @@ import torch
 
 from kimik3_lab.config import K3Config
 from kimik3_lab.parallel.groups import Ranks
+from kimik3_lab.parallel.layer_shape import LayerShape, Parallel
 from kimik3_lab.parallel.timing import eager_us, graph_us, graphs_us
 from kimik3_lab.performance.expert_tiles import TILED, TileCount, TileShape
 from kimik3_lab.performance.layer_cost import LayerCost
@@ -34,7 +35,7 @@ class Plan:
     config: K3Config
     sizes: tuple[int, ...]
     tokens: tuple[int, ...]
-    kinds: tuple[str, ...] = ("tp", "ep")
+    kinds: tuple[Parallel, ...] = ("tp", "ep")
     first: tuple[str, int] | None = None
 
     @classmethod
@@ -44,7 +45,7 @@ class Plan:
         """Choose sizes: K3's own on GPUs, toy ones on the CPU; quick leaves most of them out.
 
         ``first`` is a kind and a number of tokens whose layers are timed before all others, for a
-        run that may be cut short.
+        run that may be cut short. A dry run takes its kind, and the tokens that it has.
         """
         if not on_gpu:
             micro = K3Config.micro()
@@ -54,7 +55,7 @@ class Plan:
                 moe_intermediate_size=32 * ranks,  # 32 columns of MXFP4 share a scale
                 linear_attn_config=dataclasses.replace(micro.linear_attn_config, num_heads=ranks),
             )
-            return cls(False, toy, (4096, 65536), (2,), first=first)
+            return cls(False, toy, (4096, 65536), (2,), first=first and (first[0], 2))
         step = 4 if quick else 2
         sizes = []
         size = 4096
@@ -86,8 +87,11 @@ def measure_collectives(ranks: Ranks, plan: Plan) -> list[dict[str, Any]]:
     rows = []
     for name in COLLECTIVES:
         for size in plan.sizes:
-            whole = torch.ones(size // 2, device=plan.device(), dtype=torch.bfloat16)
-            part = whole[: len(whole) // ranks.size].clone()
+            # Three ranks do not divide a power of two: the next size that they do is timed.
+            each = -(-size // (2 * ranks.size))
+            size = 2 * each * ranks.size
+            whole = torch.ones(each * ranks.size, device=plan.device(), dtype=torch.bfloat16)
+            part = whole[:each].clone()
             counts = [len(part)] * ranks.size
 
             def call(
@@ -123,7 +127,7 @@ def measure_collectives(ranks: Ranks, plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def layer_cases(plan: Plan) -> Iterator[tuple[str, int, str]]:
+def layer_cases(plan: Plan) -> Iterator[tuple[Parallel, int, str]]:
     """Kind of parallelism, tokens and load of each case; heavy steps last, but for ``plan.first``.
 
     ``placed`` is the skewed load again, after the experts were moved to even ranks out: the n-th
@@ -147,7 +151,7 @@ def measure_layers(
     beside the exchange of the latent sum.
     """
     from kimik3_lab.parallel.gpu_experts import draw_routing
-    from kimik3_lab.parallel.gpu_layer import GpuLayer, LayerShape
+    from kimik3_lab.parallel.gpu_layer import GpuLayer
 
     weights: dict[str, GpuLayer] = {}
     config, device = plan.config, plan.device()
@@ -173,7 +177,7 @@ def measure_layers(
             for what, group, overlap in (
                 ("us", ranks, False), ("us_compute", Ranks(), False), ("us_overlap", ranks, True),
             ):  # fmt: skip
-                if overlap and (name == "whole" or not plan.on_gpu):
+                if overlap and name == "whole":
                     continue
 
                 def call(

@@ -11,116 +11,22 @@ residual stream with its mixtures runs on every rank as if it were alone.
 
 from __future__ import annotations
 
-import copy
+import operator
 from collections.abc import Collection, Sequence
-from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kimik3_lab.config import K3Config
 from kimik3_lab.parallel.dcp import RankMixer
-from kimik3_lab.parallel.dispatch import AllToAllMoE, all_to_all
-from kimik3_lab.parallel.experts import columns, rows, split_mlp
 from kimik3_lab.parallel.groups import Ranks
-from kimik3_lab.parallel.moe import SplitMoE, expert_parallel, tensor_parallel
-from kimik3_lab.reference.kda import KimiDeltaAttention
+from kimik3_lab.parallel.split_layer import ExpertLayout, split_layer, with_heads
 from kimik3_lab.reference.mixer import Mixer
-from kimik3_lab.reference.mla import MultiHeadLatentAttention
-from kimik3_lab.reference.model import DecoderLayer, K3ForCausalLM
+from kimik3_lab.reference.model import K3ForCausalLM
 from kimik3_lab.reference.norms import compute_dtype
 from kimik3_lab.reference.residuals import ResidualStream
 from kimik3_lab.reference.state import SequenceState
 
-__all__ = ["ExpertLayout", "ParallelK3", "split_kda", "split_layer", "split_mla"]
-
-#: ``"sliced"``: slices of every expert. ``"whole"``: whole experts, all tokens on every rank.
-#: ``"all_to_all"``: whole experts, tokens shared out.
-ExpertLayout = Literal["sliced", "whole", "all_to_all"]
-
-
-def split_kda(attention: KimiDeltaAttention, config: K3Config, ranks: Ranks) -> nn.Module:
-    """Take this rank's heads of a KDA layer; the ranks' outputs are to be added.
-
-    A rank without heads gets a module that returns zeros and keeps no state.
-    """
-    heads = ranks.share(attention.num_heads)
-    if not heads:
-        return _Nothing(config.hidden_size)
-    made = KimiDeltaAttention(
-        _with_heads(config, kda=len(heads)), attention.layer_id, device="meta"
-    )
-    width = _scaled(heads, attention.head_dim)
-    for name in ("q_proj", "k_proj", "v_proj", "g_proj", "f_b_proj"):
-        setattr(made, name, rows(getattr(attention, name), width))
-    for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
-        getattr(made, name).weight = _kept(getattr(attention, name).weight, width)
-    made.b_proj = rows(attention.b_proj, heads)
-    made.A_log = _kept(attention.A_log, heads)
-    made.dt_bias = _kept(attention.dt_bias, width)
-    made.o_proj = columns(attention.o_proj, width)
-    made.f_a_proj, made.o_norm = attention.f_a_proj, attention.o_norm
-    return made
-
-
-def split_mla(attention: MultiHeadLatentAttention, config: K3Config, ranks: Ranks) -> nn.Module:
-    """Take this rank's heads of an MLA layer; the ranks' outputs are to be added.
-
-    The cached rows belong to all heads and are not split here, see :mod:`kimik3_lab.parallel.dcp`.
-    """
-    heads = ranks.share(config.num_attention_heads)
-    made = MultiHeadLatentAttention.__new__(MultiHeadLatentAttention)
-    nn.Module.__init__(made)
-    made.config, made.layer_id = _with_heads(config, mla=len(heads)), attention.layer_id
-    value = _scaled(heads, config.v_head_dim)
-    made.q_b_proj = rows(attention.q_b_proj, _scaled(heads, config.qk_head_dim))
-    made.kv_b_proj = rows(
-        attention.kv_b_proj, _scaled(heads, config.qk_nope_head_dim + config.v_head_dim)
-    )
-    made.g_proj, made.o_proj = rows(attention.g_proj, value), columns(attention.o_proj, value)
-    for name in ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"):
-        setattr(made, name, getattr(attention, name))
-    return made
-
-
-def split_layer(
-    layer: DecoderLayer,
-    config: K3Config,
-    ranks: Ranks,
-    experts: ExpertLayout = "sliced",
-    slots: Sequence[Sequence[int]] | None = None,
-) -> DecoderLayer:
-    """Make this rank's part of a layer: the same wiring, smaller parts, a sum behind each.
-
-    Parameters
-    ----------
-    experts
-        How the routed experts are spread.
-    slots
-        The experts of each rank, if they are whole; see
-        :func:`~kimik3_lab.parallel.moe.expert_parallel`.
-    """
-    made = DecoderLayer.__new__(DecoderLayer)
-    nn.Module.__init__(made)
-    made.starts_block, made._ffn = layer.starts_block, layer._ffn
-    for name in (
-        "input_layernorm", "post_attention_layernorm", "self_attention_res_norm",
-        "self_attention_res_proj", "mlp_res_norm", "mlp_res_proj",
-    ):  # fmt: skip
-        setattr(made, name, getattr(layer, name))
-    attention = layer.self_attn
-    if isinstance(attention, KimiDeltaAttention):
-        part = split_kda(attention, config, ranks)
-    else:
-        part = split_mla(attention, config, ranks)
-    made.self_attn = _Added(part, ranks)
-    if layer._ffn == "mlp":
-        made.mlp = _Added(split_mlp(layer.mlp, ranks), ranks)
-    else:
-        made.block_sparse_moe = _Experts(
-            _split_experts(layer.block_sparse_moe, config, ranks, experts, slots)
-        )
-    return made
+__all__ = ["ParallelK3"]
 
 
 class ParallelK3:
@@ -148,6 +54,7 @@ class ParallelK3:
     --------
     One rank is the reference:
 
+    >>> from kimik3_lab.config import K3Config
     >>> from kimik3_lab.reference.initialization import random_model
     >>> model = random_model(K3Config.micro(), seed=0)
     >>> ParallelK3(model).generate([0, 7, 9], 4) == model.generate([0, 7, 9], 4)
@@ -186,7 +93,7 @@ class ParallelK3:
     def new_state(self) -> SequenceState:
         """State of a sequence on this rank: its heads' KDA states, and MLA rows."""
         heads = len(self.ranks.share(self.config.linear_attn_config.num_heads))
-        local = _with_heads(self.config, kda=heads)
+        local = with_heads(self.config, kda=heads)
         return SequenceState.empty(local, dtype=self.dtype, device=self.device)
 
     def new_mixer(self) -> RankMixer:
@@ -207,7 +114,7 @@ class ParallelK3:
         Raises
         ------
         ValueError
-            If ``token_ids`` is not a flat int64 tensor with at least one token, or one of them is
+            If ``token_ids`` is no flat int64 tensor with at least one token, or one of them is
             not in the vocabulary: no rank has its row, and zeros would be taken for it.
         """
         self._check(token_ids)
@@ -225,15 +132,19 @@ class ParallelK3:
 
     def generate(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Tensor,
         max_tokens: int = 16,
         *,
         stop_token_ids: Collection[int] | None = None,
     ) -> list[int]:
-        """Continue a prompt greedily, as :meth:`K3ForCausalLM.generate` does."""
+        """Continue a prompt greedily; arguments, result and errors of the reference's ``generate``.
+
+        See :meth:`K3ForCausalLM.generate`. Nothing is exchanged before the arguments are checked.
+        """
+        prompt, max_tokens = self._checked(prompt_ids, max_tokens)
         stops = {self.config.eos_token_id} if stop_token_ids is None else set(stop_token_ids)
         mixer = self.new_mixer()
-        step = torch.tensor(list(prompt_ids), device=self.device)
+        step = torch.tensor(prompt, device=self.device)
         output: list[int] = []
         while len(output) < max_tokens:
             last = torch.tensor([len(step) - 1], device=self.device)
@@ -243,17 +154,52 @@ class ParallelK3:
                 break
         return output
 
+    def _checked(
+        self, prompt_ids: Sequence[int] | Tensor, max_tokens: int
+    ) -> tuple[list[int], int]:
+        """Refuse what the reference refuses: the context is as long for many ranks as for one."""
+        ids = prompt_ids.flatten().tolist() if isinstance(prompt_ids, Tensor) else prompt_ids
+        try:
+            prompt = [operator.index(token) for token in ids]
+            max_tokens = operator.index(max_tokens)
+        except TypeError as error:
+            raise ValueError(f"token ids and max_tokens must be whole numbers: {error}") from error
+        if not prompt:
+            raise ValueError("the prompt is empty: expected at least one token id")
+        for token in prompt:
+            self._check_vocabulary(token)
+        context = self.config.max_position_embeddings
+        room = context - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {context}: give "
+                f"at most {context - 1}"
+            )
+        if not 1 <= max_tokens <= room:
+            raise ValueError(
+                f"max_tokens must be from 1 to {room}: the context of {context} tokens already "
+                f"holds a prompt of {len(prompt)}; got {max_tokens}"
+            )
+        return prompt, max_tokens
+
     def _check(self, token_ids: Tensor) -> None:
+        if not isinstance(token_ids, Tensor):
+            raise ValueError(
+                "token_ids must be a flat int64 tensor with at least one token, got a "
+                f"{type(token_ids).__name__}: make one with torch.tensor"
+            )
         if token_ids.ndim != 1 or token_ids.dtype != torch.int64 or not len(token_ids):
             raise ValueError(
                 "token_ids must be a flat int64 tensor with at least one token, got "
                 f"{token_ids.dtype} {tuple(token_ids.shape)}: concatenate sequences, do not pad"
             )
-        low, high = (int(end) for end in token_ids.aminmax())
-        if low < 0 or high >= self.config.vocab_size:
+        for end in token_ids.aminmax():
+            self._check_vocabulary(int(end))
+
+    def _check_vocabulary(self, token: int) -> None:
+        if not 0 <= token < self.config.vocab_size:
             raise ValueError(
-                f"token ids must be from 0 to {self.config.vocab_size - 1}, got "
-                f"{low if low < 0 else high}"
+                f"token ids must be from 0 to {self.config.vocab_size - 1}, got {token}"
             )
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -263,72 +209,3 @@ class ParallelK3:
         known = (local >= 0) & (local < len(here))
         found = self._embedding[local.clamp(0, len(here) - 1)] * known.unsqueeze(-1)
         return self.ranks.all_reduce(found)
-
-
-# -- parts -----------------------------------------------------------------------------------------
-
-
-class _Added(nn.Module):
-    """A part of a sublayer, and the sum of all parts."""
-
-    def __init__(self, part: nn.Module, ranks: Ranks) -> None:
-        super().__init__()
-        self.part, self.ranks = part, ranks
-
-    def forward(self, *inputs: object) -> Tensor:
-        return self.ranks.all_reduce(self.part(*inputs))
-
-
-class _Nothing(nn.Module):
-    """The part of a rank that has no head."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def forward(self, x: Tensor, mixer: Mixer) -> Tensor:
-        return x.new_zeros(len(x), self.width)
-
-
-class _Experts(nn.Module):
-    """A MoE layer over ranks where the wiring wants a module."""
-
-    def __init__(self, moe: SplitMoE | AllToAllMoE) -> None:
-        super().__init__()
-        self.moe = moe
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.moe(hidden)
-
-
-def _split_experts(
-    moe: nn.Module,
-    config: K3Config,
-    ranks: Ranks,
-    experts: ExpertLayout,
-    slots: Sequence[Sequence[int]] | None,
-) -> SplitMoE | AllToAllMoE:
-    if experts == "sliced":
-        return tensor_parallel(moe, config, ranks)
-    return (expert_parallel if experts == "whole" else all_to_all)(moe, config, ranks, slots)
-
-
-def _kept(weight: Tensor, chosen: range) -> nn.Parameter:
-    return nn.Parameter(weight[chosen.start : chosen.stop].detach().clone(), requires_grad=False)
-
-
-def _scaled(chosen: range, width: int) -> range:
-    """Channels of some heads."""
-    return range(chosen.start * width, chosen.stop * width)
-
-
-def _with_heads(config: K3Config, *, mla: int | None = None, kda: int | None = None) -> K3Config:
-    """Copy a configuration with other numbers of heads, unchecked: a rank may have none."""
-    made = copy.copy(config)
-    if mla is not None:
-        object.__setattr__(made, "num_attention_heads", mla)
-    if kda is not None:
-        linear = copy.copy(config.linear_attn_config)
-        object.__setattr__(linear, "num_heads", kda)
-        object.__setattr__(made, "linear_attn_config", linear)
-    return made

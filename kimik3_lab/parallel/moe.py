@@ -49,8 +49,9 @@ class SplitMoE(MoEParts):
     Attributes
     ----------
     side
-        A CUDA stream on which the shared experts run while the latent sum travels; None runs
-        everything in one stream.
+        A stream of the rank's device on which the shared experts run while the latent sum travels;
+        None runs everything in one stream. On the CPU ``torch.cpu.Stream()`` takes the same way,
+        one thing after the other.
 
     Examples
     --------
@@ -59,7 +60,7 @@ class SplitMoE(MoEParts):
     torch.Size([3, 64])
     """
 
-    side: torch.cuda.Stream | None = None
+    side: torch.cuda.Stream | torch.cpu.Stream | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Map ``[N, H]``, the same on all ranks, to ``[N, H]``, the same on all ranks."""
@@ -68,9 +69,10 @@ class SplitMoE(MoEParts):
         if self.side is None:
             routed = self.up(self.complete(partial))
             return routed + self.ranks.all_reduce(self.shared(hidden))
-        here = torch.cuda.current_stream()
+        device = torch.get_device_module(hidden.device)
+        here = device.current_stream()
         self.side.wait_stream(here)
-        with torch.cuda.stream(self.side):
+        with device.stream(self.side):
             shared = self.shared(hidden)
         routed = self.up(self.complete(partial))
         here.wait_stream(self.side)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kimik3_lab.performance.layer_cost import KERNELS, KernelLine
+from kimik3_lab.performance.expert_tiles import TILED, TileCount, TiledExperts, TileShape
 
 __all__ = ["ExpertPlacement", "StepLoad", "by_load", "in_order", "in_turns", "step_load"]
 
@@ -103,6 +104,10 @@ class ExpertPlacement:
         ids = np.asarray(expert_ids)
         if ids.ndim != 2:
             raise ValueError(f"expert_ids must be [T, k], got {list(ids.shape)}")
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.num_experts:
+            raise ValueError(
+                f"expert ids go from 0 to {self.num_experts - 1}, got {ids.min()} to {ids.max()}"
+            )
         where: list[list[int]] = [[] for _ in range(self.num_experts)]
         for rank, slots in enumerate(self.slots):
             for expert in slots:
@@ -180,8 +185,8 @@ def by_load(load: Sequence[float], ranks: int, *, redundant: int = 0) -> ExpertP
             f"{experts} experts and {redundant} copies do not fill {ranks} ranks evenly: take "
             f"{-experts % ranks} copies, or {ranks} more"
         )
-    if min(load) < 0:
-        raise ValueError(f"a load is at least 0, got {min(load)}")
+    if wrong := [value for value in load if not 0 <= value < math.inf]:
+        raise ValueError(f"a load is a number and at least 0, got {wrong[0]}")
     copies = _count_copies(load, ranks, redundant)
     placed = _place(load, copies, ranks, lambda loaded, held: (loaded, held))
     if placed is None:  # ranks with room ran out for an expert with many copies: fill evenly
@@ -240,21 +245,30 @@ class StepLoad:
 
     Attributes
     ----------
-    pairs, experts
-        Of each rank: pairs that it computes, and experts that it reads.
+    tiles
+        Of each rank: experts that it reads, pairs that it computes, and what the kernel makes of
+        them.
     """
 
-    pairs: tuple[int, ...]
-    experts: tuple[int, ...]
+    tiles: tuple[TileCount, ...]
+
+    @property
+    def pairs(self) -> tuple[int, ...]:
+        """Pairs that each rank computes."""
+        return tuple(int(count.pairs) for count in self.tiles)
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Experts that each rank reads."""
+        return tuple(int(count.experts) for count in self.tiles)
 
     @property
     def imbalance(self) -> float:
-        """Pairs of the busiest rank over the mean."""
-        return max(self.pairs) * len(self.pairs) / sum(self.pairs)
+        """Pairs of the busiest rank over the mean; 1 is perfect."""
+        total = sum(self.pairs)
+        return max(self.pairs) * len(self.tiles) / total if total else 1.0
 
-    def seconds(
-        self, latent: int = 3584, width: int = 3072, line: KernelLine = KERNELS["experts"]
-    ) -> float:
+    def seconds(self, latent: int = 3584, width: int = 3072, line: TiledExperts = TILED) -> float:
         """Time of the slowest rank's experts: what the step waits for.
 
         Parameters
@@ -262,18 +276,24 @@ class StepLoad:
         latent, width
             Of an expert; K3's.
         line
-            What the kernel was measured to need.
+            What the kernel was measured to need, on one GPU.
+
+        Examples
+        --------
+        >>> even = step_load(in_order(2, 2), [[0], [1]] * 500)
+        >>> round(1e6 * even.seconds())
+        83
+        >>> round(1e6 * step_load(in_order(2, 2), [[0]] * 1000).seconds())  # one waits
+        159
         """
-        per_expert, per_pair = 3 * latent * width * 17 / 32, 6 * latent * width
-        times = (
-            line.us(experts * per_expert, pairs * per_pair) / 1e6
-            for pairs, experts in zip(self.pairs, self.experts, strict=True)
-        )
-        return max(times)
+        return max(line.us(count, latent=latent, width=width) for count in self.tiles) / 1e6
 
 
 def step_load(placement: ExpertPlacement, expert_ids: npt.ArrayLike) -> StepLoad:
     """Count what a step with the choices ``expert_ids [T, k]`` asks of each rank.
+
+    Every rank has all tokens, as on the two GPUs that were measured: the kernel chooses its tile by
+    the pairs of the whole step, then computes its own.
 
     Examples
     --------
@@ -283,6 +303,13 @@ def step_load(placement: ExpertPlacement, expert_ids: npt.ArrayLike) -> StepLoad
     """
     ids = np.asarray(expert_ids)
     ranks = placement.ranks_of(ids)
-    pairs = np.bincount(ranks.ravel(), minlength=placement.num_ranks)
-    experts = [len(np.unique(ids[ranks == rank])) for rank in range(placement.num_ranks)]
-    return StepLoad(tuple(pairs.tolist()), tuple(experts))
+    experts = placement.num_experts
+    tokens = np.bincount(
+        (ranks * experts + ids).ravel(), minlength=placement.num_ranks * experts
+    ).reshape(placement.num_ranks, experts)
+    return StepLoad(
+        tuple(
+            TileShape.by_rule(ids.size, len(slots)).count(counts)
+            for slots, counts in zip(placement.slots, tokens, strict=True)
+        )
+    )

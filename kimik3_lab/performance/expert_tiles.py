@@ -169,12 +169,21 @@ def draw_counts(
     A token picks without repetition. This is the distribution of the benchmarks and of the
     measurement on two GPUs, whose own draws come from a GPU's generator.
 
+    Raises
+    ------
+    ValueError
+        If the load is unknown, or a token cannot pick so many experts.
+
     Examples
     --------
     >>> counts = draw_counts(896, 16, 64, "skewed", np.random.default_rng(0))
     >>> int(counts.sum()), bool(counts[:448].sum() > counts[448:].sum())
     (1024, True)
     """
+    if load not in ("uniform", "skewed"):
+        raise ValueError(f"load must be 'uniform' or 'skewed', got {load!r}")
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"a token picks 1 to {experts} of {experts} experts, got top_k {top_k}")
     favour = np.zeros(experts)
     if load == "skewed":
         favour = -0.6 * np.log(np.arange(1, experts + 1))

@@ -156,7 +156,8 @@ class LayerCost:
         tokens
             T.
         ranks
-            GPUs that share the layer out.
+            GPUs that share the layer out: as many as the exchanges were timed on, or 1, which
+            exchanges nothing.
         whole_experts
             Expert parallel instead of slices of every expert.
         distinct, pairs
@@ -165,15 +166,28 @@ class LayerCost:
             Time of the routed experts if it is known otherwise, as from
             :mod:`~kimik3_lab.performance.expert_tiles`; None prices them by ``distinct`` and
             ``pairs``.
+
+        Raises
+        ------
+        ValueError
+            If the layer is unknown, or the exchanges were timed on another number of GPUs.
         """
         if layer not in ("moe", "whole"):
             raise ValueError(f"layer must be 'moe' or 'whole', got {layer!r}")
+        if ranks not in (1, self.collectives.ranks):
+            raise ValueError(
+                f"the exchanges were timed on {self.collectives.ranks} GPUs, not on {ranks}: give "
+                f"ranks={self.collectives.ranks}, 1 for none, or a table of {ranks} GPUs"
+            )
         config = self.config
         hidden, latent = config.hidden_size, config.routed_expert_hidden_size
         width = config.moe_intermediate_size / (1 if whole_experts else ranks)
         shared = config.shared_intermediate_size / ranks
         row, small_row = _BF16 * hidden * tokens, _BF16 * latent * tokens
-        reduce = self._all_reduce
+
+        def reduce(size: float) -> float:
+            return 0.0 if ranks == 1 else 1e6 * self.collectives.seconds("all_reduce", size)
+
         if experts_us is None:
             experts_us = KERNELS["experts"].us(
                 distinct * 3 * latent * width * _MXFP4, pairs * 6 * latent * width
@@ -229,6 +243,3 @@ class LayerCost:
 
     def _small(self, moved: float) -> float:
         return 1e6 * (_SMALL + moved / self._stream)
-
-    def _all_reduce(self, size: float) -> float:
-        return 1e6 * self.collectives.seconds("all_reduce", size)

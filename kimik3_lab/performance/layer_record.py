@@ -94,7 +94,7 @@ class LayerRow:
 
 
 class TwoGpus:
-    """The record ``data/results/h200x2/collectives.json``.
+    """The record ``data/results/h200x2/collectives.json``, or what the command writes elsewhere.
 
     Parameters
     ----------
@@ -103,14 +103,13 @@ class TwoGpus:
 
     Attributes
     ----------
-    device
-        Which GPUs.
+    device, ranks
+        Which GPUs, and how many took part.
     layers
         All cases.
     foretold
-        Cases that the earlier run had not timed, with what was then predicted for them.
-    earlier_run
-        Exchanges of that run.
+        Cases that the earlier run had not timed, with what was then predicted for them; none in a
+        file as the command writes it, which is of one run.
 
     Examples
     --------
@@ -122,9 +121,10 @@ class TwoGpus:
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.body = body
         self.device: str = body["provenance"]["device"]
-        earlier, foretold = body["earlier_run"], body["predicted_before_measured"]["layers"]
-        self.earlier_run = MeasuredCollectives.from_rows(earlier["collectives"], 2)
-        seen = {_case(row): row["us"] for row in earlier["layers"]}
+        self.ranks: int = body["ranks"]
+        foretold = body.get("predicted_before_measured", {}).get("layers", [])
+        earlier = body.get("earlier_run", {}).get("layers", [])
+        seen = {_case(row): row["us"] for row in earlier}
         rows = {_case(row): {**row, "earlier_us": seen.get(_case(row))} for row in body["layers"]}
         self.layers = tuple(_row(row) for row in rows.values())
         self.foretold = tuple(_row({**rows[_case(row)], **row}) for row in foretold)
@@ -135,26 +135,71 @@ class TwoGpus:
         default = data_dir() / "results" / "h200x2" / "collectives.json"
         return cls(json.loads(Path(path or default).read_text(encoding="utf-8")))
 
+    @property
+    def earlier_run(self) -> MeasuredCollectives:
+        """Exchanges of the earlier run.
+
+        Raises
+        ------
+        ValueError
+            If the file is of one run.
+        """
+        if "earlier_run" not in self.body:
+            raise ValueError(
+                "this file is of one run, with no earlier one to compare it with: read the record "
+                "that ships with the lab (data/results/h200x2/collectives.json, restored if it was "
+                "replaced), or leave the comparison out"
+            )
+        rows = self.body["earlier_run"]["collectives"]
+        return MeasuredCollectives.from_rows(rows, self.ranks)
+
     def table(self, mode: str = "graph") -> MeasuredCollectives:
         """Return times of the exchanges, in a graph or launched by the host (``"eager"``)."""
-        return MeasuredCollectives.from_rows(self.body["collectives"], 2, mode=mode)
+        return MeasuredCollectives.from_rows(self.body["collectives"], self.ranks, mode=mode)
 
     def sizes(self, collective: str, mode: str = "graph") -> dict[int, float]:
-        """Bytes of the message to microseconds."""
-        return {
+        """Bytes of the message to microseconds.
+
+        Raises
+        ------
+        ValueError
+            If that collective was not timed in that mode.
+        """
+        rows = self.body["collectives"]
+        found = {
             row["bytes"]: row["us"]
-            for row in self.body["collectives"]
+            for row in rows
             if (row["collective"], row["mode"]) == (collective, mode)
         }
+        if not found:
+            known = sorted({f"{row['collective']} ({row['mode']})" for row in rows})
+            raise ValueError(
+                f"{collective} ({mode}) was not timed; recorded: {', '.join(known) or 'none'}"
+            )
+        return found
 
     def rows(self, **wanted: object) -> list[LayerRow]:
         """Cases with these attributes.
+
+        Raises
+        ------
+        ValueError
+            If an attribute is unknown, or no case has that value of it: a slip, where an empty
+            list would go unseen. A combination that was not timed is an empty list.
 
         Examples
         --------
         >>> sorted(row.tokens for row in TwoGpus.load().rows(layer="moe", routing="placed"))
         [1, 16, 64, 256, 4096]
         """
+        for name, value in wanted.items():
+            if name not in LayerRow.__slots__:
+                known = ", ".join(LayerRow.__slots__)
+                raise ValueError(f"a case has no {name!r}; it has {known}")
+            values = {getattr(row, name) for row in self.layers}
+            if value not in values:
+                known = ", ".join(map(repr, sorted(values))) or "none"
+                raise ValueError(f"no case has {name} {value!r}; recorded: {known}")
         return [
             row
             for row in self.layers
@@ -168,7 +213,7 @@ def _case(row: Mapping[str, Any]) -> tuple[str, str, str, int]:
 
 def _row(row: Mapping[str, Any]) -> LayerRow:
     return LayerRow(
-        row["layer"], row["parallel"].removesuffix("2"), row["routing"], row["T"],
+        row["layer"], row["parallel"].rstrip("0123456789"), row["routing"], row["T"],
         row["us"], row["us_compute"], row.get("us_overlap"), row["earlier_us"],
         row["predicted_us"], row["predicted_parts_us"], row["predicted_tiles_us"],
         TileCount(*row["tiles_busiest_rank"]), row["imbalance"], row.get("parts_us", {}),

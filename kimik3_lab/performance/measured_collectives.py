@@ -86,7 +86,8 @@ class MeasuredCollectives:
                 sizes.append(row["bytes"])
                 seconds.append(row["us"] / 1e6)
         if not times:
-            raise ValueError(f"no collective was timed in mode {mode!r}")
+            known = ", ".join(sorted({repr(row["mode"]) for row in rows})) or "none"
+            raise ValueError(f"no collective was timed in mode {mode!r}; recorded modes: {known}")
         return cls(times, ranks)
 
     @property
@@ -98,17 +99,28 @@ class MeasuredCollectives:
         """Time of a message of ``size`` bytes, between the sizes that were timed.
 
         Below the smallest it is that one's time; beyond the largest its bandwidth.
+
+        Raises
+        ------
+        ValueError
+            If that collective was not timed.
         """
         if size <= 0 or self.ranks == 1:
             return 0.0
-        sizes, seconds = self._times[name]
+        sizes, seconds = self._of(name)
         if size > sizes[-1]:
             return float(seconds[-1] * size / sizes[-1])
         return float(np.exp(np.interp(math.log(size), np.log(sizes), np.log(seconds))))
 
+    def _of(self, name: str) -> tuple[Any, Any]:
+        if name not in self._times:
+            known = ", ".join(self._times) or "none"
+            raise ValueError(f"no collective {name!r} was timed; recorded: {known}")
+        return self._times[name]
+
     def line(self, name: str, least_bytes: int = 0, most_bytes: int = 1 << 62) -> Line:
         """Lay a line through the sizes of a range, every size counting alike (relative errors)."""
-        sizes, seconds = self._times[name]
+        sizes, seconds = self._of(name)
         chosen = (sizes >= least_bytes) & (sizes <= most_bytes)
         x, y = sizes[chosen], seconds[chosen]
         if len(x) < 2:

@@ -92,7 +92,7 @@ def exchange_times(
 
 
 def prediction_errors(
-    groups: Sequence[tuple[str, Sequence[tuple[float, float]]]],
+    groups: Sequence[tuple[str, Sequence[tuple[str, float, float]]]],
     names: tuple[str, str],
     *,
     within: float = 10.0,
@@ -103,7 +103,8 @@ def prediction_errors(
     Parameters
     ----------
     groups
-        Name of each group, and the errors of its cases before and after.
+        Name of each group, and of its cases a name, shown when pointed at, and the errors before
+        and after. Cases stand beside each other in their order.
     names
         Of the two columns.
     within
@@ -111,7 +112,8 @@ def prediction_errors(
 
     Examples
     --------
-    >>> figure = prediction_errors([("T = 1", [(11.0, 9.0)])], ("before", "after"), title="")
+    >>> cases = [("MoE, TP2", 11.0, 9.0)]
+    >>> figure = prediction_errors([("T = 1", cases)], ("before", "after"), title="")
     >>> [list(trace.y) for trace in figure.data]
     [[11.0], [9.0]]
     """
@@ -123,16 +125,18 @@ def prediction_errors(
     ):
         x: list[float] = []
         y: list[float] = []
-        for place, (_, errors) in enumerate(groups):
+        texts: list[str] = []
+        for place, (group, cases) in enumerate(groups):
             middle = place + (-0.2 if column == 0 else 0.2)
-            for number, pair in enumerate(errors):
+            for number, (case, *errors) in enumerate(cases):
                 # Side by side, so that equal errors do not hide each other.
-                x.append(middle + 0.16 * (number / max(1, len(errors) - 1) - 0.5))
-                y.append(pair[column])
+                x.append(middle + 0.32 * (number / max(1, len(cases) - 1) - 0.5))
+                y.append(errors[column])
+                texts.append(f"{group}, {case}")
         figure.add_scatter(
-            x=x, y=y, mode="markers", name=name,
+            x=x, y=y, text=texts, mode="markers", name=name,
             marker={"symbol": symbol, "size": 9, "color": color, "line": {"width": 2}},
-            hovertemplate="%{y:+.1f} %<extra>" + name + "</extra>",
+            hovertemplate="%{text}: %{y:+.1f} %<extra>" + name + "</extra>",
         )  # fmt: skip
     figure.update_xaxes(tickvals=list(range(len(groups))), ticktext=[name for name, _ in groups])
     figure.update_yaxes(title="predicted against measured, %")

@@ -212,13 +212,26 @@ def rank_imbalance(
     return figure
 
 
-def placements(values: Mapping[str, Sequence[float]]) -> go.Figure:
-    """Draw the busiest rank over the mean for each placement: a dot a layer, a line at their mean.
+def placements(
+    values: Mapping[str, Sequence[float]],
+    *,
+    title: str = "Placed by load, the busiest rank has less to do",
+    y_title: str = "busiest rank / mean",
+    digits: int = 2,
+    best: float | None = 1.0,
+) -> go.Figure:
+    """Draw a value for each placement: a dot a layer, a line at their mean.
 
     Parameters
     ----------
     values
         Name of each placement, and its value in every layer.
+    title, y_title
+        What there is to see, and what the value is: the busiest rank over the mean.
+    digits
+        Decimals that are written.
+    best
+        A dotted line at what no placement can beat; None draws none.
 
     Examples
     --------
@@ -233,20 +246,19 @@ def placements(values: Mapping[str, Sequence[float]]) -> go.Figure:
         x = [index + 0.5 * (i / max(1, len(found) - 1) - 0.5) for i in range(len(found))]
         figure.add_scatter(
             x=x, y=list(found), mode="markers", marker=series_style(index)["marker"],
-            hovertemplate="%{y:.2f} times the mean<extra>" + name + "</extra>",
+            hovertemplate=f"{y_title}: %{{y:,.{digits}f}}<extra>{name}</extra>",
         )  # fmt: skip
         figure.add_shape(
             type="line", x0=index - 0.32, x1=index + 0.32, y0=mean, y1=mean,
             line={"color": COLORS[index], "width": 3},
         )  # fmt: skip
-        label(figure, index + 0.3, mean, f"{mean:.2f}", index, side="right")
+        label(figure, index + 0.3, mean, f"{mean:,.{digits}f}", index, side="right")
     names = list(values)
     figure.update_xaxes(tickvals=list(range(len(names))), ticktext=names, showgrid=False)
-    figure.update_yaxes(title="busiest rank / mean")
-    figure.add_hline(y=1, line={"color": COLORS[6], "width": 1, "dash": "dot"})
-    figure.update_layout(
-        title="Placed by load, the busiest rank has less to do", showlegend=False, height=420
-    )
+    figure.update_yaxes(title=y_title)
+    if best is not None:
+        figure.add_hline(y=best, line={"color": COLORS[6], "width": 1, "dash": "dot"})
+    figure.update_layout(title=title, showlegend=False, height=420)
     return figure
 
 

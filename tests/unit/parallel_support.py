@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kimik3_lab.config import K3Config
-from kimik3_lab.parallel import dcp, dispatch, experts, model, moe
+from kimik3_lab.parallel import dcp, dispatch, experts, moe, split_layer
 from kimik3_lab.parallel.dispatch import DispatchPlan
 from kimik3_lab.parallel.groups import Ranks
 from kimik3_lab.parallel.model import ParallelK3
+from kimik3_lab.performance.expert_placement import ExpertPlacement
 from kimik3_lab.reference import checkpoint
 from kimik3_lab.reference.initialization import random_model
 from kimik3_lab.reference.model import K3ForCausalLM
@@ -44,8 +45,8 @@ SIZES = (2, 3, 4)
 MUTANT_SIZE = 3
 #: How the trained model runs, by number of ranks: every layout, and rows split or not.
 TRAINED = {
-    2: (("sliced", True),),
-    3: (("whole", True), ("sliced", False)),
+    2: (("sliced", True), ("whole", False), ("all_to_all", False)),
+    3: (("whole", True), ("sliced", False), ("all_to_all", True)),
     4: (("all_to_all", True),),
 }
 NUM_TOKENS = 4
@@ -194,6 +195,47 @@ def _(world: World) -> float:
     return max(errors)
 
 
+@check("copies compute what the planner counts")
+@torch.inference_mode()
+def _(world: World) -> float:
+    """How many pairs of a token and an expert a rank computes, or leaves out, against the plan.
+
+    Whichever copy computes, the sum is the same: only this sees that the planned one did.
+    """
+    layer = world.model.model.layers[1].block_sparse_moe
+    # Thirteen: the last two of three ranks begin with an odd number, where copies change turns.
+    hidden = torch.randn(13, CONFIG.hidden_size, generator=torch.Generator().manual_seed(3))
+    ids = layer.gate(hidden).expert_ids
+    slots = world.slots[1]
+    planned = ExpertPlacement(tuple(map(tuple, slots)), CONFIG.num_experts).ranks_of(ids.numpy())
+    own = (torch.from_numpy(planned) == world.ranks.rank).nonzero().tolist()
+    wanted = {(token, int(ids[token, choice])) for token, choice in own}
+    latents = layer.routed_expert_down_proj(hidden)
+    computed: list[tuple[int, int]] = []
+    right = experts.reference_experts
+
+    def noting(*arguments: Any) -> experts.LocalExperts:
+        run = right(*arguments)
+
+        def local(z: Tensor, routing: Routing) -> Tensor:
+            tokens = torch.cdist(z, latents).argmin(-1)
+            for row, choice in routing.weights.nonzero().tolist():
+                computed.append((int(tokens[row]), int(routing.expert_ids[row, choice])))
+            return run(z, routing)
+
+        return local
+
+    wrong = 0
+    for module, build in ((moe, moe.expert_parallel), (dispatch, dispatch.all_to_all)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "reference_experts", noting)
+            part = build(layer, CONFIG, world.ranks, slots)
+        computed.clear()
+        part(hidden)
+        wrong += len(computed) - len(set(computed)) + len(set(computed) ^ wanted)
+    return float(wrong)
+
+
 @check("what a rank holds")
 def _(world: World) -> float:
     """Bytes of split matrices add up to the whole; a rank keeps states of its heads only."""
@@ -268,6 +310,20 @@ def _(patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
     patch.setattr(moe, "token_numbers", lambda routing: right(routing) + ranks.rank)
 
 
+@mutant("each rank counts its tokens from 0", "copies compute what the planner counts")
+def _(patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
+    right = dispatch.AllToAllMoE.own
+    patch.setattr(dispatch.AllToAllMoE, "own", lambda self, hidden, first=0: right(self, hidden))
+
+
+@mutant("always the first copy", "copies compute what the planner counts")
+def _(patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
+    right = experts.Copies.ranks_of
+    patch.setattr(
+        experts.Copies, "ranks_of", lambda self, ids, tokens: right(self, ids, 0 * tokens)
+    )
+
+
 @mutant("every copy of an expert computes", "all_to_all, copies")
 def _(patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
     # A token is sent to all ranks, with all of its weights.
@@ -308,19 +364,19 @@ def _(patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
 
 @mutant("every rank takes the first heads' decay", "sliced")
 def _(patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
-    right = model._kept
-    patch.setattr(model, "_kept", lambda weight, chosen: right(weight, range(len(chosen))))
+    right = split_layer._kept
+    patch.setattr(split_layer, "_kept", lambda weight, chosen: right(weight, range(len(chosen))))
 
 
 @mutant("every rank takes the first columns of o_proj", "sliced")
 def _(patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
-    right = model.columns
-    patch.setattr(model, "columns", lambda linear, chosen: right(linear, range(len(chosen))))
+    right = split_layer.columns
+    patch.setattr(split_layer, "columns", lambda linear, chosen: right(linear, range(len(chosen))))
 
 
 @mutant("attention is not added up", "sliced")
 def _(patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
-    patch.setattr(model._Added, "forward", lambda self, *inputs: self.part(*inputs))
+    patch.setattr(split_layer._Added, "forward", lambda self, *inputs: self.part(*inputs))
 
 
 @mutant("every rank looks up every token", "sliced")
@@ -335,30 +391,36 @@ def _(patch: pytest.MonkeyPatch, ranks: Ranks) -> None:
 # -- a rank ------------------------------------------------------------------------------------
 
 
-def work(ranks: Ranks, folder: str, prompt: list[int]) -> dict[int, dict[str, Any]]:
+def work(ranks: Ranks, folder: str, prompts: list[list[int]]) -> dict[int, dict[str, Any]]:
     """Do everything with 2, 3 and 4 of these ranks; what comes out on this one, by their number."""
     trained = checkpoint.load(folder)
     results = {}
     for size in SIZES:
         group = dist.new_group(list(range(size)))
         if ranks.rank < size:
-            results[size] = _work(Ranks(ranks.rank, size, group), trained, prompt)
+            results[size] = _work(Ranks(ranks.rank, size, group), trained, prompts)
         ranks.barrier()
     return results
 
 
-def _work(ranks: Ranks, trained: K3ForCausalLM, prompt: list[int]) -> dict[str, dict[str, Any]]:
+def _work(
+    ranks: Ranks, trained: K3ForCausalLM, prompts: list[list[int]]
+) -> dict[str, dict[str, Any]]:
     world = World(ranks)
     return {
         "errors": {name: CHECKS[name](world) for name in checks_of(ranks.size)},
         "mutants": dict(mutated(world)) if ranks.size == MUTANT_SIZE else {},
         "tokens": {
-            (layout, split): ParallelK3(
-                trained, ranks, experts=layout, context_parallel=split
-            ).generate(prompt, NUM_TOKENS)
+            (layout, split): continued(
+                ParallelK3(trained, ranks, experts=layout, context_parallel=split), prompts
+            )
             for layout, split in TRAINED[ranks.size]
         },
     }
+
+
+def continued(k3: ParallelK3, prompts: list[list[int]]) -> list[list[int]]:
+    return [k3.generate(prompt, NUM_TOKENS) for prompt in prompts]
 
 
 def mutated(world: World) -> Iterator[tuple[str, float]]:

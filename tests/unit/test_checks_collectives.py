@@ -80,12 +80,15 @@ def test_exchange_times_draws_the_line_that_it_is_given() -> None:
 
 def test_prediction_errors_keeps_the_two_columns_apart() -> None:
     figure = prediction_errors(
-        [("a", [(1.0, 2.0), (3.0, 4.0)]), ("b", [(-20.0, -5.0)])], ("before", "after"), title="t"
-    )
+        [("a", [("even", 1.0, 2.0), ("skewed", 3.0, 4.0)]), ("b", [("even", -20.0, -5.0)])],
+        ("before", "after"), title="t",
+    )  # fmt: skip
     before, after = figure.data
     assert list(before.y) == [1.0, 3.0, -20.0]
     assert list(after.y) == [2.0, 4.0, -5.0]
-    assert all(x < y for x, y in zip(before.x, after.x, strict=True))
+    assert list(before.text) == list(after.text) == ["a, even", "a, skewed", "b, even"]
+    assert all("%{text}" in trace.hovertemplate for trace in figure.data)
+    assert max(before.x[:2]) < min(after.x[:2])
     assert len({*before.x, *after.x}) == 6
     assert before.marker.symbol != after.marker.symbol
 

@@ -17,6 +17,8 @@ from kimik3_lab.performance.expert_placement import (
     in_turns,
     step_load,
 )
+from kimik3_lab.performance.expert_tiles import TILED, TileCount, TileShape
+from kimik3_lab.performance.layer_record import TwoGpus
 
 
 @st.composite
@@ -92,8 +94,10 @@ def test_pairs_go_where_the_ranks_compute_them():
 def test_a_step_waits_for_its_busiest_rank():
     ids = [[0, 1], [0, 1], [0, 2], [0, 3]]
     step = step_load(in_order(4, 2), ids)
-    assert step == StepLoad(pairs=(6, 2), experts=(2, 2))
-    assert step.imbalance == 1.5
+    # Tokens of the experts: 4 and 2 on the first rank, one of each on the second; tiles of 8 rows.
+    assert step == StepLoad((TileCount(2, 6, 2, 16), TileCount(2, 2, 2, 16)))
+    assert (step.pairs, step.experts, step.imbalance) == ((6, 2), (2, 2), 1.5)
+    assert step_load(in_order(4, 2), np.zeros((0, 2), dtype=int)).imbalance == 1.0
     copied = step_load(by_load([4, 2, 1, 1], 2, redundant=2), ids)
     assert max(copied.pairs) == 4
     # A copy is read once more: it costs a step that waits for weights,
@@ -101,6 +105,32 @@ def test_a_step_waits_for_its_busiest_rank():
     # and pays off in one that computes.
     many = step_load(in_order(4, 2), ids * 2000)
     assert step_load(by_load([4, 2, 1, 1], 2, redundant=2), ids * 2000).seconds() < many.seconds()
+
+
+def test_a_tile_is_chosen_by_the_pairs_of_the_whole_step():
+    """49 pairs for each expert of a rank are many, though its own experts got one token each."""
+    ids = [[0, 1]] + [[2, 3]] * 48
+    own, other = step_load(in_order(4, 2), ids).tiles
+    assert own == TileShape.by_rule(98, 2).count([1, 1])
+    assert (own.rows, other.rows) == (64, 256)
+    # Copies are experts of their rank: with three on each, the tile is a smaller one.
+    copied = step_load(by_load([1, 1, 48, 48], 2, redundant=2), ids)
+    assert {count.tiles for count in copied.tiles} == {3.0}
+    assert max(count.rows for count in copied.tiles) == 3 * 64
+
+
+@pytest.mark.parametrize("routing", ["skewed", "placed"])
+@pytest.mark.parametrize("tokens", [256, 4096])
+def test_a_step_is_priced_as_the_layers_on_two_gpus_were(tokens, routing):
+    """Lessons 02 and 11 say the same of the same load."""
+    (row,) = TwoGpus.load().rows(layer="moe", parallel="ep", tokens=tokens, routing=routing)
+    noise = np.random.default_rng(tokens).gumbel(size=(tokens, 896))
+    favour = -0.6 * np.log(np.arange(1, 897))
+    ids = np.argpartition(favour + noise, 880, axis=1)[:, 880:]
+    step = step_load((in_order if routing == "skewed" else in_turns)(896, 2), ids)
+    assert step.imbalance == pytest.approx(row.imbalance, abs=0.02)
+    expected = TILED.us(row.tiles, latent=3584, width=3072)
+    assert 1e6 * step.seconds() == pytest.approx(expected, rel=0.03)  # other draws
 
 
 def test_in_order_is_what_ranks_take_without_a_placement():
@@ -119,10 +149,14 @@ def test_in_order_is_what_ranks_take_without_a_placement():
         (lambda: ExpertPlacement(((0, 5), (1,)), 2), "no expert 5 among 2"),
         (lambda: by_load([1, 2, 3], 2), "take 1 copies, or 2 more"),
         (lambda: by_load([1, -2], 2), "at least 0, got -2"),
+        (lambda: by_load([1, float("nan")], 2), "a number and at least 0, got nan"),
+        (lambda: by_load([float("inf"), 1], 2), "a number and at least 0, got inf"),
         (lambda: by_load([1, 2], 2, redundant=4), "more than 2 experts can have on 2 ranks"),
         (lambda: in_order(2, 3), "2 experts cannot lie on 3 ranks"),
         (lambda: in_order(4, 2).imbalance([1.0]), "a load for each of 4, got 1"),
         (lambda: in_order(4, 2).ranks_of([0, 1]), r"must be \[T, k\], got \[2\]"),
+        (lambda: in_order(4, 2).ranks_of([[-1, 0]]), "go from 0 to 3, got -1 to 0"),
+        (lambda: in_order(4, 2).ranks_of([[0, 4]]), "go from 0 to 3, got 0 to 4"),
     ],
 )
 def test_what_does_not_fit_is_refused(make, message):

@@ -7,6 +7,7 @@ import json
 import statistics
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from kimik3_lab.config import K3Config
@@ -14,7 +15,7 @@ from kimik3_lab.parallel.measure_cases import COLLECTIVES, Plan, layer_cases
 from kimik3_lab.paths import data_dir
 from kimik3_lab.performance.collectives import CURVES, scaled_bandwidth
 from kimik3_lab.performance.constants import CONSTANTS
-from kimik3_lab.performance.expert_tiles import TILED, TileCount
+from kimik3_lab.performance.expert_tiles import TILED, TileCount, draw_counts
 from kimik3_lab.performance.layer_cost import KERNELS, LayerCost
 from kimik3_lab.performance.measured_collectives import MeasuredCollectives
 
@@ -193,6 +194,35 @@ def test_a_busier_rank_takes_longer():
     assert given.parts["experts"] == 1234.0
     with pytest.raises(ValueError, match="'moe' or 'whole', got 'mlp'"):
         cost.layer_us("mlp", 1, ranks=2, whole_experts=True, distinct=1, pairs=1)
+
+
+def test_exchanges_of_two_gpus_price_no_other_number():
+    cost = LayerCost(K3Config.released(), "H200", TABLE)
+    case = {"whole_experts": False, "distinct": 16, "pairs": 16}
+    for layer in ("moe", "whole"):
+        assert cost.layer_us(layer, 1, ranks=2, **case).exchanges > 20
+        assert cost.layer_us(layer, 1, ranks=1, **case).exchanges == 0
+    for ranks in (0, 4):
+        with pytest.raises(ValueError, match=f"timed on 2 GPUs, not on {ranks}: give ranks=2"):
+            cost.layer_us("moe", 1, ranks=ranks, **case)
+    with pytest.raises(ValueError, match="no collective 'allreduce' was timed; recorded: all_"):
+        TABLE.seconds("allreduce", 4096)
+    with pytest.raises(ValueError, match="no collective 'allreduce'"):
+        TABLE.line("allreduce")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"load": "skew"}, "'uniform' or 'skewed', got 'skew'"),
+        ({"top_k": 9}, "picks 1 to 8 of 8 experts, got top_k 9"),
+        ({"top_k": 0}, "got top_k 0"),
+    ],
+)
+def test_a_draw_that_makes_no_sense_is_refused(changes, message):
+    case = {"experts": 8, "top_k": 2, "tokens": 4, "load": "uniform", **changes}
+    with pytest.raises(ValueError, match=message):
+        draw_counts(**case, generator=np.random.default_rng(0))
 
 
 def test_rows_of_a_mode_that_was_not_timed():

@@ -103,6 +103,7 @@ def test_one_rank_is_the_reference():
         (torch.tensor([3, 64]), "from 0 to 63, got 64"),
         (torch.tensor([[3]]), r"got torch.int64 \(1, 1\)"),
         (torch.tensor([3], dtype=torch.int32), "got torch.int32"),
+        ([3, 5], "got a list: make one with torch.tensor"),
     ],
 )
 def test_a_step_that_the_reference_refuses(step, message):
@@ -112,6 +113,36 @@ def test_a_step_that_the_reference_refuses(step, message):
         parallel = ParallelK3(model, Ranks(rank, 2))
         with pytest.raises(ValueError, match=message):
             parallel(step, parallel.new_mixer())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([1] * 300, 1, "300 tokens leaves no room in a context of 256: give at most 255"),
+        ([1] * 250, 7, "from 1 to 6: the context of 256 tokens already holds a prompt of 250"),
+        ([1], 0, "max_tokens must be from 1 to 255: .* got 0"),
+        ([1], -1, "got -1"),
+        ([1], 2.5, "whole numbers"),
+        ([1.5], 2, "whole numbers"),
+        ([], 2, "the prompt is empty"),
+        ([3, 64], 2, "from 0 to 63, got 64"),
+    ],
+)
+def test_a_prompt_that_the_reference_refuses(prompt, max_tokens, message):
+    """Every rank refuses it before it exchanges anything: nobody waits for another."""
+    model = random_model(K3Config.micro(), seed=4)
+    with pytest.raises(ValueError):  # in words of its own
+        model.generate(prompt, max_tokens)
+    for rank in range(2):
+        with pytest.raises(ValueError, match=message):
+            ParallelK3(model, Ranks(rank, 2)).generate(prompt, max_tokens)
+
+
+def test_a_prompt_fills_the_context_to_the_last_token():
+    model = random_model(K3Config.micro(), seed=4)
+    prompt = torch.arange(254).remainder(64)
+    expected = model.generate(prompt, 2, stop_token_ids=())
+    assert ParallelK3(model).generate(prompt, 2, stop_token_ids=()) == expected
 
 
 def test_a_rank_has_its_own_memory():
@@ -156,7 +187,7 @@ def test_what_does_not_fit_is_refused(make, message):
 
 
 def test_a_layer_that_ranks_do_not_divide_is_not_measured():
-    from kimik3_lab.parallel.gpu_layer import LayerShape
+    from kimik3_lab.parallel.layer_shape import LayerShape
 
     with pytest.raises(ValueError, match="3 ranks do not divide 896 experts"):
         LayerShape.of(K3Config.released(), "ep", Ranks(0, 3))
@@ -179,7 +210,7 @@ def test_a_run_that_may_be_cut_short_begins_where_it_is_told():
 def test_what_a_measured_row_says_of_its_draws():
     """Counted on the busiest rank; popular experts lie together unless they were dealt out."""
     from kimik3_lab.parallel.gpu_experts import draw_routing
-    from kimik3_lab.parallel.gpu_layer import LayerShape
+    from kimik3_lab.parallel.layer_shape import LayerShape
     from kimik3_lab.parallel.measure_cases import _facts, _spread_out
 
     config, ranks = K3Config.released(), Ranks(0, 2)

@@ -16,14 +16,15 @@ from kimik3_lab.parallel.groups import Ranks
 from kimik3_lab.parallel.launch import RankFailedError, run_ranks
 from kimik3_lab.reference import checkpoint
 
-PROMPT = [0, 17, 301, 44, 9, 1200, 77]
+#: The second is a single token: all ranks but one begin without an MLA row.
+PROMPTS = [[0, 17, 301, 44, 9, 1200, 77], [256]]
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[int, dict[str, Any]]]:
     """What four ranks found, by rank and by how many of them took part."""
     folder = str(paths.default_model_dir())
-    return run_ranks(parallel_support.work, max(SIZES), folder, PROMPT)
+    return run_ranks(parallel_support.work, max(SIZES), folder, PROMPTS)
 
 
 def of_size(results: list[dict[int, dict[str, Any]]], size: int) -> list[dict[str, Any]]:
@@ -40,12 +41,14 @@ def test_ranks_agree_with_one(results: list[dict[int, dict[str, Any]]], size: in
 
 def test_the_trained_model_says_the_same(results: list[dict[int, dict[str, Any]]]) -> None:
     model = checkpoint.load(paths.default_model_dir())
-    greedy = model.generate(PROMPT, parallel_support.NUM_TOKENS)
-    assert len(greedy) == parallel_support.NUM_TOKENS
+    greedy = [model.generate(prompt, parallel_support.NUM_TOKENS) for prompt in PROMPTS]
+    assert all(len(tokens) == parallel_support.NUM_TOKENS for tokens in greedy)
     for size in SIZES:
         for result in of_size(results, size):
             for layout, tokens in result["tokens"].items():
                 assert tokens == greedy, f"{size} ranks, {layout}"
+    ran = {(size, layout) for size, runs in parallel_support.TRAINED.items() for layout, _ in runs}
+    assert ran >= {(size, layout) for size in (2, 3) for layout in parallel_support.LAYOUTS}
 
 
 def test_mistakes_are_seen(results: list[dict[int, dict[str, Any]]]) -> None:

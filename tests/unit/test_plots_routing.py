@@ -70,3 +70,9 @@ def test_placements_show_every_layer_and_their_mean() -> None:
     means = [shape.y0 for shape in figure.layout.shapes[:2]]
     assert means == pytest.approx([1.3, 1.0])
     assert list(figure.layout.xaxis.ticktext) == ["in order", "by load"]
+    assert len(figure.layout.shapes) == 3  # and the line that no placement beats
+    times = plots_routing.placements(
+        {"in order": [1500.0, 1100.0]}, title="t", y_title="us", digits=0, best=None
+    )
+    assert [note.text for note in times.layout.annotations] == ["1,300"]
+    assert (len(times.layout.shapes), times.layout.yaxis.title.text) == (1, "us")
