@@ -19,7 +19,6 @@ cut off is counted as not run.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -34,6 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kimik3_lab.json_file import write_json
 from kimik3_lab.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -249,10 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         body["memcheck"] = [{**asdict(one), "is_clean": one.is_clean} for one in passes]
     print(describe(body))
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = options.output.with_name(f".{options.output.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(options.output)
+        write_json(options.output, body)
     failed = any(part["failed"] or part["error"] or part["end"] for part in body["tests"])
     failed |= any(one["errors"] or one["failed"] for one in body["memcheck"] or [])
     return int(failed)

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from kimik3_lab.json_file import write_json
 from kimik3_lab.performance.published import (
     BASELINE,
     IMPROVED,
@@ -34,7 +35,6 @@ from kimik3_lab.performance.published import (
     load_points,
 )
 from kimik3_lab.provenance import provenance
-from kimik3_lab.simulation.json_file import write_json
 
 WORKER = Path(__file__).with_name("aiconfigurator_worker.py")
 #: Where its estimates come from: engine and version whose tables it reads, and how it fills gaps.

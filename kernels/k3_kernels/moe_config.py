@@ -168,7 +168,8 @@ def _split(programs: int, columns: int) -> int:
 
     Fewer where a part would be left without one of the blocks of 128 columns.
     """
-    wanted, blocks = 4 if programs <= 100 else 2 if programs <= 200 else 1, -(-columns // 128)
+    wanted = 4 if programs <= 100 else 2 if programs <= 200 else 1
+    blocks = -(-columns // 128)
     while -(-blocks // wanted) * (wanted - 1) >= blocks > 0:
         wanted //= 2
     return wanted

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 
 from kimik3_lab.config import K3Config
+from kimik3_lab.json_file import write_json
 from kimik3_lab.parallel.groups import Ranks
 from kimik3_lab.parallel.launch import run_ranks
 from kimik3_lab.parallel.layer_shape import LayerShape
 from kimik3_lab.parallel.measure_cases import Plan, measure_collectives, measure_layers, say
-from kimik3_lab.parallel.measure_file import OutputError, check_output, write_result
+from kimik3_lab.parallel.measure_file import OutputError, check_output
 from kimik3_lab.performance.layer_cost import LayerCost
 from kimik3_lab.performance.measured_collectives import MeasuredCollectives
 from kimik3_lab.provenance import provenance
@@ -55,7 +56,7 @@ def measure(
 
     def keep() -> None:
         if output and not ranks.rank:
-            write_result(output, body)
+            write_json(output, body)
 
     body: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from kimik3_lab.json_file import check_output
 from kimik3_lab.rank.build import rank_presets
 
 __all__ = ["parser", "probe", "read", "rung_names"]
@@ -64,7 +64,7 @@ def read(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.output is not None:
         try:
             probe(args.output)
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             made.error(f"--output: {error}")
     return args
 
@@ -100,15 +100,10 @@ def probe(path: Path) -> None:
 
     Raises
     ------
-    OSError, ValueError
+    ValueError
         Saying what is wrong with ``path``.
     """
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: name a file in it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(f"{path}.tmp")
-    temporary.touch()
-    os.remove(temporary)
+    check_output(path)
     if path.is_file():
         try:
             body = json.loads(path.read_text(encoding="utf-8"))

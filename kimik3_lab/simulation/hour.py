@@ -22,10 +22,10 @@ from typing import Any
 
 from kimik3_lab.benchmark.synthetic_traces import synthetic_trace
 from kimik3_lab.benchmark.trace_request import TraceRequest
+from kimik3_lab.json_file import write_json
 from kimik3_lab.provenance import provenance
 from kimik3_lab.simulation.arrivals import simulate_arrivals
 from kimik3_lab.simulation.fleet import simulate_fleet
-from kimik3_lab.simulation.json_file import write_json
 from kimik3_lab.simulation.requests import SimulationRequest
 from kimik3_lab.simulation.spec import SimulationSpec
 from kimik3_lab.simulation.switches import find_preset

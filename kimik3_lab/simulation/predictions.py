@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kimik3_lab.json_file import write_json
 from kimik3_lab.performance.measurements import load_measurements
 from kimik3_lab.performance.parallelism import Parallelism
 from kimik3_lab.performance.scenarios import Scenario
@@ -27,7 +28,6 @@ from kimik3_lab.provenance import provenance
 from kimik3_lab.serving.presets import MAIN_2026_09_13, Preset
 from kimik3_lab.simulation.acceptance import chance_of_mean, survival_curve
 from kimik3_lab.simulation.closed_loop import simulate_closed_loop
-from kimik3_lab.simulation.json_file import write_json
 from kimik3_lab.simulation.spec import SimulationSpec
 
 __all__ = ["Cell", "best_num_drafts", "predict_all"]

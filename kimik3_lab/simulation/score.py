@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kimik3_lab.json_file import write_json
 from kimik3_lab.provenance import provenance
 from kimik3_lab.serving.presets import V0_27_1
 from kimik3_lab.simulation.aiconfigurator import best_settings, recorded_version
 from kimik3_lab.simulation.budget_claim import budget_alone
-from kimik3_lab.simulation.json_file import write_json
 from kimik3_lab.simulation.point_scores import (
     PRESETS,
     MakeSpec,

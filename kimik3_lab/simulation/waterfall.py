@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from kimik3_lab.json_file import write_json
 from kimik3_lab.performance.scenarios import Scenario
 from kimik3_lab.provenance import provenance
 from kimik3_lab.serving.presets import LADDER, MAIN_2026_09_13, Preset
 from kimik3_lab.simulation.cells import Cell, simulate_cells
-from kimik3_lab.simulation.json_file import write_json
 from kimik3_lab.simulation.results import SimulationResult
 from kimik3_lab.simulation.spec import SimulationSpec
 

@@ -189,6 +189,8 @@ def test_an_address_outside_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_stays_inside_passes(name: str) -> None:
     RIGHT[name]()
+    with pytest.raises(OutOfBoundsError):  # the check was on, and stays on
+        WRONG["unused prefetch"][0]()
 
 
 def test_a_refusal_ends_with_its_launch() -> None:

@@ -32,6 +32,7 @@ BASE = (
     "kimik3_lab.config",
     "kimik3_lab.config_checks",
     "kimik3_lab.drafter_config",
+    "kimik3_lab.json_file",
     "kimik3_lab.tensors",
     "kimik3_lab.paths",
     "kimik3_lab.provenance",

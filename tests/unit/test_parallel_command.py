@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from kimik3_lab.json_file import write_json
 from kimik3_lab.parallel import measure, measure_cases, measure_file
 from kimik3_lab.parallel.groups import Ranks
 from kimik3_lab.parallel.measure_cases import COLLECTIVES, Plan, layer_cases, measure_collectives
@@ -148,10 +149,10 @@ def test_a_place_that_cannot_be_written_is_seen_first(
 
 def test_a_dry_run_may_replace_a_dry_run_and_a_measurement_anything(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    measure_file.write_result(path, {"dry_run": True})
+    write_json(path, {"dry_run": True})
     measure_file.check_output(path, dry_run=True)
     measure_file.check_output(RECORD, dry_run=False)
-    measure_file.write_result(path, {"dry_run": False})
+    write_json(path, {"dry_run": False})
     with pytest.raises(measure_file.OutputError, match="is no dry run's"):
         measure_file.check_output(path, dry_run=True)
 
@@ -160,16 +161,16 @@ def test_a_file_that_cannot_be_finished_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "result.json"
-    measure_file.write_result(path, {"layers": [1]})
+    write_json(path, {"layers": [1]})
 
     def fails(*names: object) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "replace", fails)
     with pytest.raises(OSError, match="no space left"):
-        measure_file.write_result(path, {"layers": [1, 2]})
+        write_json(path, {"layers": [1, 2]})
     with pytest.raises(ValueError, match="not JSON compliant"):
-        measure_file.write_result(path, {"us": float("nan")})
+        write_json(path, {"us": float("nan")})
     assert json.loads(path.read_text()) == {"layers": [1]}
     assert [found.name for found in tmp_path.iterdir()] == ["result.json"]
 

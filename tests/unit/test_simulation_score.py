@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from simulation_support import Priced, Prices
 
+from kimik3_lab.json_file import write_json
 from kimik3_lab.performance.published import load_points
 from kimik3_lab.performance.scenarios import Scenario
 from kimik3_lab.serving.presets import LADDER, V0_27_1, Preset
@@ -20,7 +21,6 @@ from kimik3_lab.simulation.budget_claim import (
     budget_specs,
 )
 from kimik3_lab.simulation.first_token import watch_first_token
-from kimik3_lab.simulation.json_file import write_json
 from kimik3_lab.simulation.point_scores import PointScore, mean_errors, score_points
 from kimik3_lab.simulation.refit import predict_points
 from kimik3_lab.simulation.requests import SimulationRequest
