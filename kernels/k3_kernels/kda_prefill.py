@@ -186,7 +186,8 @@ def kda_prefill(
     wide = q.dtype == torch.float32 or q.device.type == "cpu"
     operand = torch.float32 if wide else torch.bfloat16
     if config is None:
-        config = choose_config(batch * num_heads, num_tokens // batch, head_dim, q.device)
+        heads, tokens = batch * num_heads, num_tokens // batch
+        config = choose_config(heads, tokens, head_dim, q.device, q.dtype)
     block_v = min(config.block_v, head_dim)
     # Every sequence may end, and be cut, within a chunk.
     chunks = num_tokens // CHUNK + batch * (1 if checkpoint_at is None else 2)

@@ -47,7 +47,13 @@ class KDAPrefillConfig:
     chunk_stages: int = 2
 
 
-def choose_config(heads: int, tokens: int, head_dim: int, device: torch.device) -> KDAPrefillConfig:
+def choose_config(
+    heads: int,
+    tokens: int,
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+) -> KDAPrefillConfig:
     """Choose the constants of a call.
 
     Parameters
@@ -58,12 +64,18 @@ def choose_config(heads: int, tokens: int, head_dim: int, device: torch.device) 
         Of a sequence, in the mean.
     head_dim, device
         K = V, and where it will run: measured constants are looked up for it.
+    dtype
+        Of the tokens. Constants are measured for 16 bits.
 
     Examples
     --------
     >>> choose_config(12, 8192, 128, torch.device("cpu")).segments
     5
     """
+    if device.type == "cuda" and dtype == torch.float32:
+        # Chunks of twice the bytes fill a multiprocessor's memory, and no matrix instruction
+        # multiplies float32 exactly: programs that are small enough to be compiled in seconds.
+        return KDAPrefillConfig(32, 4, 0, min(16, head_dim), 4, 2)
     found = tuned.lookup("kda_prefill", f"D={head_dim}", heads, device)
     if found is not None:
         config = KDAPrefillConfig(**found)

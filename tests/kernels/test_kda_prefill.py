@@ -80,6 +80,17 @@ def test_configuration_follows_the_shape() -> None:
             assert config.segments == 1 or tokens >= 1024
 
 
+def test_float32_fits_a_multiprocessor() -> None:
+    """Two chunks in flight, and what lies transposed beside them: no more than Hopper has."""
+    for dim in (16, 32, 64, 128):
+        for heads, tokens in ((1, 1), (12, 8192), (96, 1024)):
+            config = choose_config(heads, tokens, dim, torch.device("cuda"), torch.float32)
+            chunk = 3 * 64 * dim + 2 * 64 * 64 + 64 * config.block_v
+            transposed = 2 * 64 * dim + 64 * config.block_v
+            assert 4 * ((config.scan_stages - 1) * chunk + transposed) < 232_448 - 4096
+            assert config.segments == 1  # a survey's maps would not fit
+
+
 GOOD = make_inputs(Case(lengths=(3, 2), slots=(0, 1)), "cpu")
 
 
@@ -155,3 +166,15 @@ def test_released_shape(heads: int, config: KDAPrefillConfig | None, device: str
     long = Case(lengths=(1500,), heads=heads, dim=128, dtype=BF16, seed=1)
     for case in (long, replace(long, gate=40.0), replace(long, alike=True)):
         check(case, device, config=config)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_float32_heads(dim: int, device: str) -> None:
+    """The heads of the trained tiny K3 and of the released one, in float32."""
+    case = Case(
+        lengths=(300, 65, 1), slots=(4, 0, 2), heads=8, dim=dim, continued=(True, True, False),
+        checkpoints=(100, 64, 0), checkpoint_slots=(5, 6, 7),
+    )  # fmt: skip
+    check(case, device)
