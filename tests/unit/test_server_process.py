@@ -58,6 +58,24 @@ def stream_texts(response: httpx.Response) -> tuple[list[str], str | None]:
     return texts, reason
 
 
+def test_what_a_killed_notebook_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel ran nothing at its exit; the next one that starts a server clears up."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / f"k3lab-serve-{ended.pid}-abc"
+    others = [tmp_path / "k3lab-serve-notes", tmp_path / f"k3lab-serve-{psutil.Process().ppid()}-x"]
+    for folder in (left, *others):
+        folder.mkdir()
+        (folder / "server.log").write_text("loading", encoding="utf-8")
+    with pytest.raises(ServerStartError, match="status 3"):
+        start_in_background(MODEL, command=[sys.executable, "-c", "raise SystemExit(3)"])
+    assert not left.exists()
+    assert all((folder / "server.log").exists() for folder in others)
+
+
 # -- a running server ----------------------------------------------------------------------------
 
 

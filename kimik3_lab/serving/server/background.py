@@ -1,6 +1,6 @@
 """Start a server beside a notebook or a test, in a process of its own.
 
-Needs httpx. Used by lessons 00, 10 and 12.
+Needs httpx and psutil. Used by lessons 00, 10 and 12.
 
 In the same process the benchmark client and the engine would share one interpreter lock, and the
 client would measure itself waiting. A process of its own is also what a real deployment looks like.
@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+import psutil
 
 from kimik3_lab.paths import default_model_dir
 from kimik3_lab.serving.server.options import (
@@ -34,6 +35,7 @@ __all__ = ["RunningServer", "start_in_background"]
 
 _COMMAND = [sys.executable, "-c", "from kimik3_lab.cli import main; main()", "serve"]
 _HINT_EVERY = 10.0
+_PREFIX = "k3lab-serve-"
 
 
 class RunningServer:
@@ -144,7 +146,7 @@ def start_in_background(
         log_level=log_level,
         **settings,
     )
-    folder = Path(tempfile.mkdtemp(prefix="k3lab-serve-"))
+    folder = _make_folder()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     log_path, ready_file = folder / "server.log", folder / "ready.json"
     environment = os.environ.copy()
@@ -168,6 +170,18 @@ def start_in_background(
         _end(process, 0.0)
         raise
     return RunningServer(process, base_url, options.model_name, log_path)
+
+
+def _make_folder() -> Path:
+    """Make a folder for log and ready file; remove those whose owner was killed.
+
+    A kernel that Jupyter kills runs nothing at its exit.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        owner = left.name.removeprefix(_PREFIX).partition("-")[0]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
 
 
 def _wait_until_ready(
