@@ -5,7 +5,7 @@ layer of toy size in Triton's interpreter: that proves that the command works, a
 nothing, which the result says.
 
 Order matters. Collectives are timed first. From these, and from what the kernels were measured to
-do on *one* GPU (``data/results/h200/kernels.json``), the layers are predicted; only then are the
+do on *one* GPU (``data/results/h200x2/one_gpu.json``), the layers are predicted; only then are the
 layers timed. A prediction thus never has seen a layer.
 """
 

@@ -155,7 +155,7 @@ class TiledExperts:
 #: two GPUs had shown where that line misses; no time of two GPUs is in the numbers.
 TILED = TiledExperts(
     13.7e-6, 3.94e12, 0.519e15, 0.14,
-    "data/results/h200/kernels.json, moe_mxfp4_tp8 and moe_mxfp4_ep8, T = 1 to 8192, even and "
+    "data/results/h200x2/one_gpu.json, moe_mxfp4_tp8 and moe_mxfp4_ep8, T = 1 to 8192, even and "
     "skewed; 5 % rms",
 )  # fmt: skip
 

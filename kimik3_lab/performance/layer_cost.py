@@ -50,7 +50,7 @@ class KernelLine:
         return seconds * 1e6
 
 
-_ONE_GPU = "data/results/h200/kernels.json"
+_ONE_GPU = "data/results/h200x2/one_gpu.json"
 #: The lab's kernels on one H200, set on that GPU alone: no run of two GPUs went into them.
 KERNELS: Mapping[str, KernelLine] = {
     "experts": KernelLine(

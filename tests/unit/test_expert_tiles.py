@@ -80,16 +80,15 @@ def test_the_rule_is_the_kernels():
 def one_gpu() -> list[tuple[TileCount, int, float]]:
     """Every MXFP4 row of one H200: tiles of the tuned kernel, columns, microseconds."""
     k3_kernels = pytest.importorskip("k3_kernels.tuned")
-    table = json.loads((k3_kernels.folder() / "nvidia_h200.json").read_text(encoding="utf-8"))
-    rows = json.loads((data_dir() / "results" / "h200" / "kernels.json").read_text())["rows"]
+    path = data_dir() / "results" / "h200x2" / "one_gpu.json"
+    body = json.loads(path.read_text(encoding="utf-8"))
     found = []
-    for row in rows:
+    for row in body["rows"]:
         if row["operator"] not in SHAPES:
             continue
         experts, width, top_k = SHAPES[row["operator"]]
         tokens = int(row["case"].partition(",")[0].removeprefix("T="))
-        buckets = table["operators"]["moe"][f"mxfp4,E={experts},I={width},H=3584"]["buckets"]
-        config = k3_kernels.pick(buckets, tokens)
+        config = k3_kernels.pick(body["tiles"][row["operator"]], tokens)
         tile = TileShape(
             config.get("block_m", 8), config.get("extra_m", 0), config.get("fit", False)
         )

@@ -25,7 +25,8 @@ TABLE = MeasuredCollectives.from_rows(BODY["collectives"], 2)
 
 
 def kernel_rows(operator):
-    rows = json.loads((data_dir() / "results" / "h200" / "kernels.json").read_text())["rows"]
+    path = data_dir() / "results" / "h200x2" / "one_gpu.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     return [row for row in rows if row["operator"] == operator and row["ours_us"]]
 
 
