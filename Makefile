@@ -9,6 +9,8 @@ TORCH_INDEX_URL ?=
 PYTHON ?= python3
 # Test processes that run at a time.
 JOBS ?= 2
+# What "make notebooks" and "make execute" run; all of them if this names none.
+NOTEBOOKS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -101,8 +103,8 @@ doctest: install  ## run the examples in docstrings
 	@$(TEST) --doctest-modules kimik3_lab kernels/k3_kernels
 
 # Your own predictions stay untouched: conftest.py gives the tests a folder of their own.
-notebooks: install  ## run every notebook on the CPU and compare the outputs that are promised
-	@$(PYTEST) notebooks -p no:cacheprovider --nbval-lax --nbval-current-env \
+notebooks: install  ## run notebooks on the CPU and compare promised outputs: all, or NOTEBOOKS="..."
+	@$(PYTEST) $(or $(NOTEBOOKS),notebooks) -p no:cacheprovider --nbval-lax --nbval-current-env \
 	  --nbval-cell-timeout=120 --nbval-kernel-startup-timeout=120 \
 	  --nbval-sanitize-with tests/nbval_sanitize.cfg --dist loadscope -n $(JOBS)
 

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import sys
 
-import typer
+try:
+    import typer
 
-from kimik3_lab import __version__
-from kimik3_lab.commands import COMMANDS, GROUPS, CommandError
+    from kimik3_lab import __version__
+    from kimik3_lab.commands import COMMANDS, GROUPS, CommandError
+except KeyboardInterrupt:  # loading takes a moment, and main() cannot catch it yet
+    print("k3lab: interrupted", file=sys.stderr)
+    sys.exit(130)
 
 __all__ = ["app", "main"]
 

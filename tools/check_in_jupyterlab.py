@@ -61,7 +61,6 @@ def start_lab(home: Path) -> tuple[subprocess.Popen[bytes], str]:
         )  # fmt: skip
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
-        # The address is printed just before the server listens there.
         match = re.search(r"http://127\.0\.0\.1:\d+/lab\S*token=\w+", log.read_text())
         if match and _answers(match.group(0)):
             return process, match.group(0)
@@ -112,7 +111,7 @@ def main() -> int:
                 page.on("console", lambda m: m.type == "error" and console.append(m.text[:200]))
                 parts = urlsplit(url)
                 page.goto(
-                    f"{parts.scheme}://{parts.netloc}/lab/tree/{options.notebook}?{parts.query}"
+                    f"{parts.scheme}://{parts.netloc}/lab/tree/notebooks/{options.notebook}?{parts.query}"
                 )
                 page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
                 page.wait_for_timeout(3_000)

@@ -15,11 +15,21 @@ import typer
 
 from kimik3_lab.commands._errors import CommandError
 
-__all__ = ["free_port", "lab", "reason_for_no_browser", "server_command"]
+__all__ = ["READY_MESSAGE", "free_port", "lab", "reason_for_no_browser", "server_command"]
 
+#: Environment variable with what the server prints as soon as it answers.
+READY_MESSAGE = "K3LAB_LAB_READY_MESSAGE"
+_NOTEBOOKS = "notebooks"
 _FIRST = "00_start_here.ipynb"
+_PAGE = f"/lab/tree/{_NOTEBOOKS}/{_FIRST}"
 _HOST = "127.0.0.1"
 _PORTS_TO_TRY = 50
+# A single Ctrl-C asks, for it would take all kernels and what they hold along.
+_HOW_TO_STOP = (
+    "Stop it, and all kernels, with Ctrl-C twice; after one it asks."
+    if os.name == "posix"
+    else "Stop it, and all kernels, with Ctrl-C."
+)
 _SETTINGS = Path(__file__).parent / "jupyterlab_settings"
 
 
@@ -36,10 +46,11 @@ def lab(
 
     from kimik3_lab.paths import repository_dir
 
-    folder = repository_dir() / "notebooks"
-    if not (folder / _FIRST).is_file():
+    folder = repository_dir()
+    if not (folder / _NOTEBOOKS / _FIRST).is_file():
         raise CommandError(
-            f"no {_FIRST} in {folder}: run from a checkout installed with 'make install'"
+            f"no {_FIRST} in {folder / _NOTEBOOKS}: "
+            "run from a checkout installed with 'make install'"
         )
     if find_spec("jupyterlab") is None:
         raise CommandError(f"JupyterLab is not installed for {sys.executable}: run 'make install'")
@@ -48,19 +59,25 @@ def lab(
         typer.echo(f"Port {port} is in use, taking {chosen}.")
     reason = "you asked for none" if no_browser else reason_for_no_browser(os.environ, sys.platform)
     token = os.environ.get("JUPYTER_TOKEN") or secrets.token_hex(24)
+    if reason:
+        message = f"JupyterLab runs, without a browser ({reason}). Open this address:\n"
+    else:
+        message = "JupyterLab opens in your browser. If it does not, open this address:\n"
+    message += f"\n  http://{_HOST}:{chosen}{_PAGE}?token={token}\n"
+    if "SSH_CONNECTION" in os.environ:
+        message += (
+            f"\nFrom your own machine first: ssh -L {chosen}:{_HOST}:{chosen} <this machine>\n"
+        )
+    message += f"\n{_HOW_TO_STOP}"
     # The token travels in the environment: command lines are public on a shared machine. This
     # environment's own kernels and extensions come before those of the user's account.
-    environment = {"JUPYTER_PREFER_ENV_PATH": "1", **os.environ, "JUPYTER_TOKEN": token}
-    if reason:
-        typer.echo(f"JupyterLab starts without a browser ({reason}). Open this address:\n")
-    else:
-        typer.echo("JupyterLab opens in your browser. If it does not, open this address:\n")
-    typer.echo(f"  http://{_HOST}:{chosen}/lab/tree/{_FIRST}?token={token}\n")
-    if "SSH_CONNECTION" in os.environ:
-        typer.echo(
-            f"From your own machine first: ssh -L {chosen}:{_HOST}:{chosen} <this machine>\n"
-        )
-    typer.echo("Stop it with Ctrl-C.")
+    environment = {
+        "JUPYTER_PREFER_ENV_PATH": "1",
+        **os.environ,
+        "JUPYTER_TOKEN": token,
+        READY_MESSAGE: message,
+    }
+    typer.echo("JupyterLab is starting. That takes some ten seconds; then its address stands here.")
     sys.stdout.flush()
     _run(server_command(folder, chosen, browser=not reason), environment)
 
@@ -108,16 +125,21 @@ def reason_for_no_browser(environment: Mapping[str, str], system: str) -> str:
 
 
 def server_command(folder: Path, port: int, *, browser: bool) -> list[str]:
-    """Command line of the JupyterLab server that has ``folder`` as its root."""
+    """Command line of the JupyterLab server for the checkout in ``folder``.
+
+    The root is the checkout, not its notebooks: lessons link to code, data and tests beside them,
+    and a server opens nothing above its root.
+    """
     command = [
         sys.executable,
         "-m",
-        "jupyterlab",
+        "kimik3_lab.commands._jupyterlab",
         f"--ServerApp.root_dir={folder}",
+        f"--FileContentsManager.preferred_dir={_NOTEBOOKS}",  # where the file browser opens
         f"--ServerApp.ip={_HOST}",
         f"--ServerApp.port={port}",
         "--ServerApp.port_retries=0",  # the printed address must stay true
-        f"--LabApp.default_url=/lab/tree/{_FIRST}",
+        f"--LabApp.default_url={_PAGE}",
         f"--ServerApp.open_browser={browser}",
         f"--LabApp.open_browser={browser}",
         # The lab fetches nothing at run time, so it must not ask whether it may fetch news either.

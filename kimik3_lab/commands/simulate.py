@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kimik3_lab.commands._errors import CommandError
+from kimik3_lab.commands._presets import print_presets
 
 if TYPE_CHECKING:
     from kimik3_lab.benchmark.traces import TraceRequest
@@ -174,12 +175,7 @@ def _listed(preset: str, switch: list[str] | None, assume: list[str] | None) -> 
     from dataclasses import fields
 
     if preset == "?":
-        from kimik3_lab.serving.presets import LADDER
-        from kimik3_lab.simulation.switches import preset_id
-
-        for rung in LADDER:
-            beyond = " (beyond the published command)" if rung.beyond_published else ""
-            typer.echo(f"{preset_id(rung):26} {rung.change}{beyond}")
+        print_presets()
         return True
     if "?" in (switch or ()):
         from kimik3_lab.simulation.switches import switch_names

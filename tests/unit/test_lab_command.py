@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from typer.testing import CliRunner
 
 from kimik3_lab.cli import app
 from kimik3_lab.commands import CommandError
+from kimik3_lab.commands import _jupyterlab as server_process
 from kimik3_lab.commands import lab as _  # noqa: F401  (the function; the module is taken below)
 
 command = sys.modules["kimik3_lab.commands.lab"]
@@ -80,10 +83,12 @@ def test_prints_an_address_with_the_token(
         monkeypatch.delenv(name, raising=False)
     result = run(app, ["lab", "--no-browser", "--port", "0"])
     assert result.exit_code == 0, result.output
-    path = r"lab/tree/00_start_here\.ipynb\?token=(\w{48})"
-    address = re.search(rf"http://127\.0\.0\.1:(\d+)/{path}", result.output)
-    assert address is not None
     argv, env = started[0]
+    path = r"lab/tree/notebooks/00_start_here\.ipynb\?token=(\w{48})"
+    address = re.search(rf"http://127\.0\.0\.1:(\d+)/{path}", env[command.READY_MESSAGE])
+    assert address is not None
+    assert "is starting" in result.output
+    assert "token" not in result.output  # the server itself prints the address, when it answers
     assert env["JUPYTER_TOKEN"] == address[2]
     assert not any(address[2] in part for part in argv)
     assert f"--ServerApp.port={address[1]}" in argv
@@ -107,7 +112,8 @@ def test_opens_a_browser_where_there_is_one(
     for name in ("CI", "SSH_CONNECTION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DISPLAY", ":0")
-    assert "opens in your browser" in run(app, ["lab", "--port", "0"]).output
+    assert run(app, ["lab", "--port", "0"]).exit_code == 0
+    assert "opens in your browser" in started[0][1][command.READY_MESSAGE]
     assert "--ServerApp.open_browser=True" in started[0][0]
 
 
@@ -116,8 +122,9 @@ def test_a_tunnel_is_named_in_an_ssh_session(
     started: list[tuple[list[str], dict[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 50000 10.0.0.2 22")
-    output = run(app, ["lab", "--port", "0"]).output
-    assert re.search(r"ssh -L (\d+):127\.0\.0\.1:\1", output)
+    run(app, ["lab", "--port", "0"])
+    message = started[0][1][command.READY_MESSAGE]
+    assert re.search(r"ssh -L (\d+):127\.0\.0\.1:\1", message)
 
 
 def test_root_needs_a_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -134,47 +141,107 @@ def test_without_notebooks(checkout: Path) -> None:
     assert "no 00_start_here.ipynb" in str(result.exception)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="signals as a POSIX shell sends them")
-def test_serves_the_first_lesson_and_stops_on_a_signal(checkout: Path, tmp_path: Path) -> None:
-    """The real server, from another folder: the printed address works, and a signal ends it."""
+@contextlib.contextmanager
+def running_lab(
+    checkout: Path, tmp_path: Path, **settings: object
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """The real command, from another folder, for ``checkout``; and the file with what it prints."""
     code = (
         "import kimik3_lab.paths, pathlib, sys\n"
         f"kimik3_lab.paths.repository_dir = lambda: pathlib.Path({str(checkout)!r})\n"
         "sys.argv = ['k3lab', 'lab', '--no-browser', '--port', '0']\n"
         "from kimik3_lab.cli import main; main()\n"
     )
-    elsewhere = tmp_path / "elsewhere"
+    elsewhere, log = tmp_path / "elsewhere", tmp_path / "log"
     elsewhere.mkdir()
-    log = (tmp_path / "log").open("w+")
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=elsewhere, stdout=log, stderr=subprocess.STDOUT
-    )
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            **{"cwd": elsewhere, "stdout": output, "stderr": subprocess.STDOUT, **settings},
+        )
     try:
-        address = token = ""
-        deadline = time.monotonic() + 60
-        while True:
-            text = (tmp_path / "log").read_text()
-            if found := re.search(r"(http://127\.0\.0\.1:\d+)/lab/tree/\S+token=(\w+)", text):
-                address, token = found.groups()
-                try:
-                    url = f"{address}/api/contents/00_start_here.ipynb?content=0&token={token}"
-                    with urllib.request.urlopen(url, timeout=10) as answer:
-                        assert answer.status == 200
-                    break
-                except OSError:
-                    pass
-            assert process.poll() is None, text
-            assert time.monotonic() < deadline, text
-            time.sleep(0.2)
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(f"{address}/api/contents/00_start_here.ipynb", timeout=10)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) in (0, -signal.SIGTERM)
+        yield process, log
     finally:
         process.kill()
         process.wait()
-        log.close()
+
+
+def printed(log: Path, pattern: str, process: subprocess.Popen[bytes]) -> re.Match[str]:
+    """Wait until the log holds the pattern."""
+    deadline = time.monotonic() + 60
+    while not (found := re.search(pattern, log.read_text())):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="signals as a POSIX shell sends them")
+def test_serves_the_first_lesson_and_stops_on_a_signal(checkout: Path, tmp_path: Path) -> None:
+    """The real server: what it prints works at once, so do links out of the notebooks."""
+    (checkout / "code").mkdir()
+    (checkout / "code" / "linked.py").write_text("1\n")
+    with running_lab(checkout, tmp_path) as (process, log):
+        address, token = printed(
+            log, r"(http://127\.0\.0\.1:\d+)/lab/tree/notebooks/\S+token=(\w+)\n", process
+        ).groups()
+        contents = f"{address}/api/contents"
+        for path in ("notebooks/00_start_here.ipynb", "code/linked.py"):
+            with urllib.request.urlopen(f"{contents}/{path}?token={token}", timeout=10) as answer:
+                assert json.load(answer)["path"] == path
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(f"{contents}/code/linked.py", timeout=10)
+        with urllib.request.urlopen(f"{address}/lab?token={token}", timeout=10) as page:
+            assert '"preferredPath": "notebooks"' in page.read().decode()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) in (0, -signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="signals as a POSIX shell sends them")
+def test_ctrl_c_twice_stops_it(checkout: Path, tmp_path: Path) -> None:
+    keyboard, terminal = os.openpty()  # it asks only where somebody can answer
+    with (
+        os.fdopen(keyboard, "wb"),
+        os.fdopen(terminal, "rb") as stdin,
+        running_lab(checkout, tmp_path, stdin=stdin) as (process, log),
+    ):
+        printed(log, "Ctrl-C twice", process)
+        process.send_signal(signal.SIGINT)
+        printed(log, "Shut down this Jupyter server", process)
+        assert process.poll() is None  # kernels hold work: it asks first
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 0, log.read_text()
+
+
+@pytest.mark.parametrize("where", ["jupyterlab.labapp", "jupyter_server.serverapp"])
+def test_ctrl_c_while_it_starts(
+    where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *ignored: object) -> None:
+            if name == where:
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, where, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as stopped:
+        server_process.main()
+    assert stopped.value.code == 130
+    assert "Stopped before JupyterLab was up" in capsys.readouterr().out
+
+
+def test_kernels_do_not_inherit_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setenv(command.READY_MESSAGE, "an address with a token")
+    labapp = pytest.importorskip("jupyterlab.labapp")
+    monkeypatch.setattr(labapp.LabApp, "serverapp_class", None)
+    monkeypatch.setattr(
+        labapp.LabApp, "launch_instance", lambda: seen.append(os.environ.get(command.READY_MESSAGE))
+    )
+    server_process.main()
+    assert seen == [None]
 
 
 def test_the_server_is_told_not_to_ask_about_news(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_the_readme_shows_it_with_its_labels() -> None:
     assert "](docs/images/rank-ladder.svg)" in readme
     assert (
         "Lesson 10: one rank of eight at true width (Miniature, Measured), beside the published "
-        "gain (Published). Drawn by `python tools/draw_rank_ladder.py`"
+        "gain (Published). Drawn by `.venv/bin/python tools/draw_rank_ladder.py`"
     ) in readme
     record = RankRecord.read()
     assert "At most two thirds of the floor are reached" in readme

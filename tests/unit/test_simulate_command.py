@@ -92,7 +92,9 @@ def test_switches_and_assumptions_change_the_outcome() -> None:
 
 
 def test_lists() -> None:
-    assert "main-2026-09-13" in run("--preset", "?")
+    presets = run("--preset", "?")
+    assert "main-2026-09-13" in presets
+    assert CliRunner().invoke(app, ["serve", "--preset", "?"]).stdout == presets
     assert "token_budget" in run("--set", "?")
     assert "acceptance_length" in run("--assume", "?")
 
