@@ -13,7 +13,7 @@ a stray read meets another tensor and passes, so its allocator is turned off, bu
 record a CUDA graph: these cannot do without it.
 
 The result has one entry for each test file and one for each pass of memcheck. What the time limit
-cut off is counted as not run.
+cut off is counted as not run. Until the end it lies in ``FILE.partial.json``.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from kimik3_lab.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL_TESTS = "tests/kernels"
+#: Compiling ahead of time asks no GPU, and takes one process minutes.
+NO_GPU = [f"--ignore={KERNEL_TESTS}/test_compile_targets.py"]
 #: Tests of a file that record a CUDA graph, by words in their names.
 GRAPH = "graph or graphs or captured or recorded"
 #: Memcheck makes a kernel up to a hundred times slower, so each file shows it its small cases.
@@ -45,7 +47,7 @@ MEMCHECK = {
     "routing": "gpu", "dispatch": "gpu", "moe": "gpu and small_sizes", "finalize": "gpu",
     "attn_res": "gpu and early", "mla_decode": "gpu and head_counts", "kda_conv": "gpu",
     "kda_decode": "gpu", "kda_prefill": "equals_the_recurrence", "kda_recover": "gpu",
-    "decode_operators": "equal or normed or rotated or multiplied",
+    "seat_tables": "gpu", "decode_operators": "equal or normed or rotated or multiplied",
 }  # fmt: skip
 
 #: A line of ``pytest -v``: xdist's first, then plain pytest's.
@@ -134,7 +136,7 @@ def run_tests(marked: str, workers: int, seconds: float) -> dict[str, Any]:
     """Run the tests of ``tests/kernels`` with these marks, in many processes."""
     began = time.monotonic()
     spread = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
-    lines, code = run(pytest_command("-m", marked, *spread, KERNEL_TESTS), seconds)
+    lines, code = run(pytest_command("-m", marked, *spread, *NO_GPU, KERNEL_TESTS), seconds)
     files, selected = count_outcomes(lines)
     total: Counter[str] = Counter()
     for counts in files.values():
@@ -237,9 +239,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tests": [],
         "memcheck": None,
     }
+    # What was done until somebody stops this, beside the last whole result and not over it.
+    partial = options.output and options.output.with_suffix(".partial.json")
+
+    def keep() -> None:
+        if partial:
+            write_json(partial, body)
+
+    body["memcheck_left_out"] = "stopped before it"
+    keep()
     for marked in ("gpu",) if options.only_gpu else ("gpu", "not gpu"):
         body["tests"].append(run_tests(marked, options.workers, options.seconds))
         print(describe({**body, "memcheck": []}).split("\n")[-1], flush=True)
+        keep()
     if options.no_memcheck:
         body["memcheck_left_out"] = "not asked for"
     elif shutil.which("compute-sanitizer") is None:
@@ -247,9 +259,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         passes = memcheck_all(operators, options.workers, options.seconds)
         body["memcheck"] = [{**asdict(one), "is_clean": one.is_clean} for one in passes]
+        del body["memcheck_left_out"]
     print(describe(body))
-    if options.output:
+    if partial:
         write_json(options.output, body)
+        partial.unlink()
     failed = any(part["failed"] or part["error"] or part["end"] for part in body["tests"])
     failed |= any(one["errors"] or one["failed"] for one in body["memcheck"] or [])
     return int(failed)

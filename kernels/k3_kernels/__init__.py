@@ -27,6 +27,7 @@ from k3_kernels.moe_weights import BF16Experts, MXFP4Experts, pack_mxfp4
 from k3_kernels.rotary import rotate_pairs
 from k3_kernels.routing import Routing, route
 from k3_kernels.row_norms import gated_norm, row_norm
+from k3_kernels.seat_tables import Seats, fill_in_seats, settle_seats
 
 __all__ = [
     "BF16Experts",
@@ -34,9 +35,11 @@ __all__ = [
     "KDARecords",
     "MXFP4Experts",
     "Routing",
+    "Seats",
     "attn_res",
     "dispatch",
     "few_rows_linear",
+    "fill_in_seats",
     "finalize",
     "gated_norm",
     "kda_conv",
@@ -49,6 +52,7 @@ __all__ = [
     "rotate_pairs",
     "route",
     "row_norm",
+    "settle_seats",
     "sigmoid_mul",
     "silu_and_mul",
     "situ_and_mul",

@@ -17,6 +17,7 @@ from kimik3_lab.reference.initialization import random_model
 from kimik3_lab.reference.model import K3ForCausalLM
 from kimik3_lab.serving import CacheConfig, Engine, SamplingParams, SchedulerConfig, make_scheduler
 from kimik3_lab.serving.executors.cuda_graphs import DecodeGraphs
+from kimik3_lab.serving.executors.drafts import DraftRequest
 from kimik3_lab.serving.executors.execution import ExecutionConfig
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 
@@ -91,6 +92,31 @@ def test_no_token_changes_in_the_interpreter(model: K3ForCausalLM, drafter: DSpa
     ]
     assert graphs.num_replays > 0
     assert executor.num_host_waits == 1
+
+
+def test_the_tables_are_drafted_from_and_into(
+    model: K3ForCausalLM, drafter: DSparkDrafter, device: str
+) -> None:
+    """Tokens would not tell: a wrong draft is rejected. Seats change while their number stays."""
+    executor = make_engine(model, drafter, STATES["none"], ahead=True).executor
+    proposer, tables = executor.proposer, executor.async_steps.tables
+    proposer.latent.normal_(generator=torch.Generator(device).manual_seed(0))
+    for seat in range(4):
+        executor.cache.set_blocks(seat, 0, [1 + 2 * seat, 2 + 2 * seat])
+    tables.last_token[:4] = torch.tensor([5, 6, 7, 8])
+    tables.num_computed[:4] = torch.tensor([3, 20, 17, 9])
+    params = SamplingParams()
+    for seats in ([2, 0, 1], [3, 0, 2], [1]):
+        index = torch.tensor(seats, device=device)
+        requests = [DraftRequest(f"r{seat}", 0, 20, [], params, None, seat) for seat in seats]
+        anchors, contexts = tables.last_token[index], tables.num_computed[index]
+        expected = tables.drafts.clone()
+        expected[index] = proposer.propose_async(requests, anchors, contexts)
+        proposer.propose_seats(seats, 20, tables)
+        assert torch.equal(tables.drafts[:-1], expected[:-1])
+        assert len({tuple(draft) for draft in tables.drafts[index].tolist()}) == len(seats)
+        tables.last_token += 3
+        tables.num_computed += 1
 
 
 # -- on a GPU ----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 import torch
 from executor_world import GuessingDrafter, micro_drafter, micro_model, quiet
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kimik3_lab.reference.drafter import DSparkDrafter
 from kimik3_lab.reference.model import K3ForCausalLM
@@ -27,7 +28,8 @@ from kimik3_lab.serving import (
     make_scheduler,
 )
 from kimik3_lab.serving.engine import GenerationResult
-from kimik3_lab.serving.executors.cuda_graphs import DecodeGraphs
+from kimik3_lab.serving.executors import async_steps
+from kimik3_lab.serving.executors.cuda_graphs import Ahead, DecodeGraphs
 from kimik3_lab.serving.executors.execution import ExecutionConfig
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 
@@ -303,6 +305,80 @@ def test_recorded_steps_are_filled_in(
     ]
     assert graphs.num_replays > graphs.num_recordings > 0
     assert executor.num_host_waits == 1
+
+
+def make_recorded(
+    model: K3ForCausalLM, drafter: Any, *, ahead: bool, recorder: Any = repeat
+) -> tuple[Engine, DecodeGraphs]:
+    engine = make_engine(model, drafter, ahead=ahead)
+    executor = engine.executor
+    executor.compute = DecodeGraphs(executor.compute, executor.cache, recorder=recorder)
+    return engine, executor.compute
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_recorded_steps_do_not_settle_draws(
+    model: K3ForCausalLM, drafter: DSparkDrafter, drafts: bool
+) -> None:
+    """The graph knows the most probable tokens alone; greedy requests stand beside the others."""
+    said = []
+    for ahead in (False, True):
+        engine, graphs = make_recorded(model, drafter if drafts else None, ahead=ahead)
+        params = [
+            SamplingParams(TOKENS, temperature=float(i % 2), seed=i, ignore_eos=True)
+            for i in range(len(PROMPTS))
+        ]
+        results = engine.generate(PROMPTS, params, progress=False)
+        said.append([r.token_ids for r in results])
+        assert graphs.num_replays > 0
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_graph_that_settles_draws_is_found_out(
+    model: K3ForCausalLM, drafter: DSparkDrafter, drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_steps, "Ahead", lambda tables, settles: Ahead(tables, True))
+    with quiet(), pytest.raises(AssertionError):
+        test_recorded_steps_do_not_settle_draws(model, drafter, drafts)
+
+
+def test_a_recorded_step_ahead_asks_hardly_more_of_the_host(model: K3ForCausalLM) -> None:
+    """All that is new is in the graph. Counted are operators of PyTorch, most of them launches."""
+
+    class Count(TorchDispatchMode):
+        number, is_on = 0, True
+
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.number += self.is_on
+            return function(*args, **kwargs or {})
+
+    per_step = {}
+    for ahead in (False, True):
+        count = Count()
+
+        def record(
+            function: Callable[[], None], warm_up: Any, count: Count = count
+        ) -> Callable[[], None]:
+            def replay() -> None:
+                count.is_on = False
+                function()
+                count.is_on = True
+
+            return replay
+
+        engine, _ = make_recorded(model, None, ahead=ahead, recorder=record)
+        engine.add_request(Request("a", PROMPTS[3], max_tokens=5))
+        numbers = []
+        with count:
+            while engine.has_unfinished_requests():
+                before = count.number
+                engine.step()
+                numbers.append(count.number - before)
+        per_step[ahead] = sorted(numbers)[len(numbers) // 2]
+    assert per_step[True] <= per_step[False] + 5
 
 
 # -- failures ----------------------------------------------------------------------------------

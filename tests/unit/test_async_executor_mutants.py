@@ -17,7 +17,7 @@ from wrong_methods import Mutants, wrap
 from kimik3_lab.serving import EngineCoreOutput, Scheduler
 from kimik3_lab.serving.async_scheduler import AsyncScheduler
 from kimik3_lab.serving.engine_steps import EngineSteps
-from kimik3_lab.serving.executors import async_steps
+from kimik3_lab.serving.executors import async_steps, async_tables
 from kimik3_lab.serving.executors.async_sampler import Sampled, SampledRows
 from kimik3_lab.serving.executors.async_states import AsyncKdaStates
 from kimik3_lab.serving.executors.async_tables import SeatTables
@@ -65,16 +65,16 @@ def _(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @mutant("seats", "one draft too many is accepted")
 def _(monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = async_steps.verify_rows
+    verify = async_tables.verify_rows
 
-    def one_more(rows: SampledRows, token_ids: Any, best: Any) -> Sampled:
-        right = verify(rows, token_ids, best)
-        count = (right.num_tokens + 1).minimum(rows.num_drafts + 1)
+    def one_more(rows: SampledRows, drafts: Any, best: Any) -> Sampled:
+        right = verify(rows, drafts, best)
+        count = (right.num_tokens + 1).minimum(rows.num_drafts + 1).where(right.num_tokens > 0, 0)
         choice = best[rows.logit_rows()]
         places = torch.arange(choice.shape[1])
         return Sampled(choice.masked_fill(places >= count[:, None], -1), count, right.broken)
 
-    monkeypatch.setattr(async_steps, "verify_rows", one_more)
+    monkeypatch.setattr(async_tables, "verify_rows", one_more)
 
 
 # -- places ------------------------------------------------------------------------------------
@@ -118,12 +118,11 @@ def _(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @mutant("groups", "rejected drafts stay in the state")
 def _(monkeypatch: pytest.MonkeyPatch) -> None:
-    def settle(original: Any, self: Any, verified: Any, starts: Any, counts: Any) -> Any:
-        accepted, commits = original(self, verified, starts, counts)
-        planned = torch.tensor([chunk.stop - chunk.start for chunk in verified])
-        return accepted.where(accepted == 1, planned), commits
+    def advance(original: Any, self: SeatTables, rows: SampledRows, *rest: Any) -> None:
+        original(self, rows, *rest)
+        self.num_accepted[rows.slots] = rows.counts.where(rows.num_drafts > 0, 1)
 
-    wrap(monkeypatch, AsyncKdaStates, "settle", settle)
+    wrap(monkeypatch, SeatTables, "advance", advance)
 
 
 @mutant("seats, records", "all drafts are committed to the state")

@@ -138,11 +138,35 @@ def test_the_whole_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     body = json.loads(output.read_text(encoding="utf-8"))
     assert [part["passed"] for part in body["tests"]] == [3, 1]
     assert [one["is_clean"] for one in body["memcheck"]] == [True, True]
+    assert list(folder.glob("*.json")) == [output]
     monkeypatch.setenv("PATH", "/nowhere")
     assert check_on_gpu.main(["--workers", "1", "--only-gpu", "--output", str(output)]) == 0
     body = json.loads(output.read_text(encoding="utf-8"))
     assert body["memcheck"] is None
     assert "compute-sanitizer" in body["memcheck_left_out"]
+
+
+def test_what_was_done_is_kept_if_it_is_stopped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    output, before = folder / "checks.json", '{"the last": "result"}'
+    output.write_text(before, encoding="utf-8")
+    run_tests = check_on_gpu.run_tests
+
+    def stopped(marked: str, workers: int, seconds: float) -> dict[str, object]:
+        if marked != "gpu":
+            raise KeyboardInterrupt
+        return run_tests(marked, workers, seconds)
+
+    monkeypatch.setattr(check_on_gpu, "run_tests", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        check_on_gpu.main(["--workers", "1", "--output", str(output)])
+    assert output.read_text(encoding="utf-8") == before
+    body = json.loads((folder / "checks.partial.json").read_text(encoding="utf-8"))
+    assert [part["passed"] for part in body["tests"]] == [3]
+    assert body["memcheck"] is None and body["memcheck_left_out"] == "stopped before it"
 
 
 def test_unknown_operators_are_named(capsys: pytest.CaptureFixture[str]) -> None:

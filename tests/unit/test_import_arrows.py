@@ -53,7 +53,7 @@ LAYERS = (
         (*BASE, "kimik3_lab.__init__", "kimik3_lab.serving", "kimik3_lab.reference"),
         frozenset({
             "fastapi", "pydantic", "starlette", "sse_starlette", "uvicorn", "tokenizers", "jinja2",
-            "torch", "httpx", "prometheus_client",
+            "torch", "httpx", "psutil", "prometheus_client",
         }),
     ),
     Layer("scheduling", ("kimik3_lab.serving",)),

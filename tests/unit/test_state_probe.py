@@ -10,6 +10,7 @@ from executor_world import GuessingDrafter, micro_model
 
 from kimik3_lab.serving import CacheConfig, Engine, Request, SchedulerConfig, make_scheduler
 from kimik3_lab.serving.executors.async_states import AsyncKdaStates
+from kimik3_lab.serving.executors.async_tables import SeatTables
 from kimik3_lab.serving.executors.kda_states import KdaStates
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
 from kimik3_lab.serving.executors.state_copies import read_state
@@ -115,13 +116,20 @@ def test_drafts_that_stay(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_drafts_that_stay_in_a_step_in_flight(
     model: Any, monkeypatch: pytest.MonkeyPatch, states: str
 ) -> None:
-    settle = AsyncKdaStates.settle
+    settle, advance = AsyncKdaStates.settle, SeatTables.advance
 
     def accept_all(self: Any, verified: Any, starts: Any, counts: Any) -> Any:
         rows = counts.new_tensor([chunk.stop - chunk.start for chunk in verified])
         return settle(self, verified, starts, rows)
 
-    monkeypatch.setattr(AsyncKdaStates, "settle", accept_all)
+    def take_the_last(self: Any, rows: Any, *rest: Any) -> None:
+        advance(self, rows, *rest)
+        self.num_accepted[rows.slots] = rows.counts.where(rows.num_drafts > 0, 1)
+
+    if states == "records":
+        monkeypatch.setattr(AsyncKdaStates, "settle", accept_all)
+    else:
+        monkeypatch.setattr(SeatTables, "advance", take_the_last)
     cache = {"speculative_states": states}
     found = first(watched(model, cache, drafts=3, seats=3, ahead=True))
     assert found.part == "state and window" and "with all 3 drafts" in found.looks_like

@@ -9,7 +9,6 @@ the host knows it. (With drafts in flight it does not, and such a step waits for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -24,16 +23,16 @@ __all__ = ["Sampled", "SampledRows", "pad_tokens", "put_draws", "verify_rows"]
 
 
 class SampledRows(NamedTuple):
-    """Rows of the n requests that are sampled from, on the device.
+    """The n requests of a step and their rows, on the device.
 
     Attributes
     ----------
     firsts : Tensor
-        int64 ``[n]``: each request's first row among the logits.
-    rows : Tensor
-        int64 ``[n]``: the row of the step that belongs to it, that of the last known token.
+        int64 ``[n]``: each request's first row among the logits; -1 if it has none.
     num_drafts : Tensor
-        int64 ``[n]``: rows behind it.
+        int64 ``[n]``: drafts that it verifies; it has one row of the logits more.
+    counts : Tensor
+        int64 ``[n]``: rows of the step.
     slots : Tensor
         int64 ``[n]``: their seats.
     most : int
@@ -41,23 +40,27 @@ class SampledRows(NamedTuple):
     """
 
     firsts: Tensor
-    rows: Tensor
     num_drafts: Tensor
+    counts: Tensor
     slots: Tensor
     most: int
 
     @classmethod
     def send(
         cls,
-        rows: Sequence[int],
+        are_sampled: Sequence[bool],
         num_drafts: Sequence[int],
+        counts: Sequence[int],
         slots: Sequence[int],
         device: torch.device,
     ) -> SampledRows:
-        """Send the numbers to the device."""
-        ends = list(accumulate(drafts + 1 for drafts in num_drafts))
-        first, row, count, slot = send_columns(device, [0, *ends[:-1]], rows, num_drafts, slots)
-        return cls(first, row, count, slot, max(num_drafts))
+        """Send the numbers to the device; ``are_sampled`` says who has rows among the logits."""
+        firsts, row = [], 0
+        for is_sampled, drafts in zip(are_sampled, num_drafts, strict=True):
+            firsts.append(row if is_sampled else -1)
+            row += (1 + drafts) * is_sampled
+        first, drafts_of, count, slot = send_columns(device, firsts, num_drafts, counts, slots)
+        return cls(first, drafts_of, count, slot, max(num_drafts))
 
     def logit_rows(self) -> Tensor:
         """Rows of the logits for the places of each request, ``[n, most + 1]``, the last again."""
@@ -73,7 +76,7 @@ class Sampled(NamedTuple):
     tokens : Tensor
         int64 ``[n, most + 1]``, -1 behind the last.
     num_tokens : Tensor
-        int64 ``[n]``: how many there are, at least 1.
+        int64 ``[n]``: how many there are, 0 if nothing is sampled.
     broken : Tensor
         bool ``[n]``: whether a row that matters had no probabilities.
     """
@@ -84,38 +87,45 @@ class Sampled(NamedTuple):
 
     @property
     def last(self) -> Tensor:
-        """The last token of each request, int64 ``[n]``."""
-        return self.tokens.gather(1, self.num_tokens.unsqueeze(-1) - 1).squeeze(-1).clamp(min=0)
+        """The last token of each request, int64 ``[n]``; anything if it has none."""
+        place = (self.num_tokens.unsqueeze(-1) - 1).clamp(min=0)
+        return self.tokens.gather(1, place).squeeze(-1).clamp(min=0)
+
+    @property
+    def packed(self) -> Tensor:
+        """All three side by side, int64 ``[n, most + 3]``, to be copied at once."""
+        return torch.cat((self.tokens, torch.stack((self.num_tokens, self.broken.long()), 1)), 1)
 
 
-def verify_rows(sampled: SampledRows, token_ids: Tensor, best: Tensor) -> Sampled:
+def verify_rows(sampled: SampledRows, drafts: Tensor, best: Tensor) -> Sampled:
     """Keep of each draft what the target would have said, and one token more.
 
     Parameters
     ----------
     sampled : SampledRows
         Where everything is.
-    token_ids : Tensor
-        int64 ``[N]``: the rows of the step, -1 where there is no draft.
+    drafts : Tensor
+        int64 ``[n, most]``: -1 where there is none.
     best : Tensor
         int64 ``[M]``: what is chosen in each row of the logits, -1 if they are not finite.
 
     Examples
     --------
-    >>> rows = SampledRows.send([0, 3], [2, 0], [0, 1], torch.device("cpu"))
-    >>> verify_rows(rows, torch.tensor([9, 1, 3, 8]), torch.tensor([1, 2, 3, 0])).tokens.tolist()
+    >>> rows = SampledRows.send([True, True], [2, 0], [3, 1], [0, 1], torch.device("cpu"))
+    >>> drafts = torch.tensor([[1, 3], [-1, -1]])
+    >>> verify_rows(rows, drafts, torch.tensor([1, 2, 3, 0])).tokens.tolist()
     [[1, 2, -1], [0, -1, -1]]
     """
-    choice = best[sampled.logit_rows()]
-    places = torch.arange(sampled.most + 1, device=best.device)
-    at = (sampled.rows + 1).unsqueeze(-1) + places[:-1]
-    drafts = token_ids[at.clamp(max=len(token_ids) - 1)]
+    places, is_sampled = torch.arange(sampled.most + 1, device=best.device), sampled.firsts >= 0
+    choice = best.new_full((len(drafts), sampled.most + 1), -1)
+    if len(best):
+        choice = best[sampled.logit_rows().clamp(min=0)].where(is_sampled.unsqueeze(-1), -1)
     known = (drafts >= 0) & (places[:-1] < sampled.num_drafts.unsqueeze(-1))
     kept = (known & (drafts == choice[:, :-1])).long().cumprod(1).sum(1)
     num_known = known.long().cumprod(1).sum(1)
-    broken = ((choice < 0) & (places <= num_known.unsqueeze(-1))).any(1)
+    broken = ((choice < 0) & (places <= num_known.unsqueeze(-1))).any(1) & is_sampled
     tokens = choice.masked_fill(places > kept.unsqueeze(-1), -1)
-    return Sampled(tokens, kept + 1, broken)
+    return Sampled(tokens, (kept + 1).where(is_sampled, 0), broken)
 
 
 def put_draws(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from kimik3_lab.serving.executors.async_tables import SeatTables
@@ -92,9 +91,14 @@ class AsyncKdaStates:
         self.cache.move_state_rows(state, rows[:, 0], offset, targets)
         self.tables.num_accepted.index_fill_(0, slots, 1)
 
+    @property
+    def are_in_place(self) -> bool:
+        """Whether verification leaves all states where they belong: scratch rows, one column."""
+        return bool(self.cache.num_scratch) and not self.states._aligned
+
     def settle(
         self, verified: Sequence[Chunk], starts: Tensor, counts: Tensor
-    ) -> tuple[Tensor, CommitTensors]:
+    ) -> tuple[Tensor | None, CommitTensors]:
         """Keep what verification left, see :meth:`KdaStates.accept`.
 
         Parameters
@@ -106,17 +110,16 @@ class AsyncKdaStates:
 
         Returns
         -------
-        num_accepted : Tensor
-            int64 ``[n]``: where the state is now.
+        num_accepted : Tensor or None
+            int64 ``[n]``: where the state is now; None if that is what the tables say.
         commits : CommitTensors
             For records.
         """
         size, scratch = self._block_size, self.cache.num_scratch
         lowest = [max(chunk.start - self._slack, 0) // size for chunk in verified]
         most = max(chunk.stop // size - low for chunk, low in zip(verified, lowest, strict=True))
-        accepted = counts if scratch else torch.ones_like(counts)
         if not self.states._aligned or most == 0:
-            return accepted, CommitTensors(counts)
+            return None, CommitTensors(counts)
         running = [self.states._running[chunk.req_id] for chunk in verified]
         groups = range(self.cache.num_state_groups)
         low, column, targets, rows = send_columns(
@@ -145,7 +148,7 @@ class AsyncKdaStates:
         target = targets.gather(2, place.expand(len(groups), -1).unsqueeze(-1)).squeeze(-1)
         behind = (boundary - starts).where(crosses, 0)
         if not scratch:
-            return accepted, CommitTensors(counts, behind, target)
+            return None, CommitTensors(counts, behind, target)
         # Where nothing is to be kept, the row that belongs to nobody is copied to itself.
         nobody = self.cache.recurrent.shape[1] - 1
         offset = (behind - 1).clamp(min=0)
@@ -158,7 +161,7 @@ class AsyncKdaStates:
             target.where(crosses, nobody).flatten(),
         )
         # In the column of the running state it is the state behind the last row: all is accepted.
-        accepted = accepted.where(~(crosses & (its_column == column)), 1)
+        accepted = counts.where(~(crosses & (its_column == column)), 1)
         return accepted, CommitTensors(counts)
 
 

@@ -25,6 +25,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from kimik3_lab.serving.executors.graph_recordings import (
+    Ahead,
     CudaRecorder,
     GraphShape,
     Recorder,
@@ -39,9 +40,9 @@ from kimik3_lab.serving.executors.step_parts import Segment
 
 __all__ = [
     "AfterForward",
+    "Ahead",
     "CudaRecorder",
     "DecodeGraphs",
-    "FillIn",
     "Recorder",
     "Recording",
     "padded_size",
@@ -52,9 +53,6 @@ _SHORTEST = 64
 
 #: Told of taps and step inside the recording: what a drafter keeps of a step is recorded with it.
 AfterForward: TypeAlias = Callable[[dict[int, Tensor | None], StepMetadata], None]
-
-#: Told of a step and its token ids before the forward pass: fills in what the device alone knows.
-FillIn: TypeAlias = Callable[[StepMetadata, Tensor], None]
 
 
 class DecodeGraphs:
@@ -84,6 +82,10 @@ class DecodeGraphs:
     best : Tensor or None
         For the rows of the last replay the most probable token, -1 where the logits are not finite;
         None after a step that was not replayed.
+    settled : Tensor or None
+        After the replay of a step that was planned ahead and settles: its new tokens, see
+        :meth:`~kimik3_lab.serving.executors.async_tables.SeatTables.settle`. Rows of empty requests
+        may come behind them.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class DecodeGraphs:
         self.num_recordings = 0
         self.num_replays = 0
         self.best: Tensor | None = None
+        self.settled: Tensor | None = None
 
     def __call__(
         self,
@@ -119,7 +122,7 @@ class DecodeGraphs:
         empty requests behind them. Logits and taps are the graph's own and stay as they are until
         the next call.
         """
-        self.best = None
+        self.best = self.settled = None
         count = None if logits_at is None else len(logits_at)
         shape = self._shape(mixer.step.segments, count, taps)
         if shape is None:
@@ -137,19 +140,22 @@ class DecodeGraphs:
         *,
         num_logits: int,
         taps: dict[int, Tensor | None] | None = None,
-        fill_in: FillIn | None = None,
+        ahead: Ahead | None = None,
     ) -> Tensor | None:
         """Compute a step from its plan on the host, if it can be recorded; None otherwise.
 
-        ``fill_in`` corrects the buffer before the replay.
+        With ``ahead`` the graph fills in what the plan leaves open, and chooses the tokens.
         """
-        self.best = None
-        recorded = self.recording(segments, token_ids, mixer, num_logits=num_logits, taps=taps)
+        self.best = self.settled = None
+        recorded = self.recording(
+            segments, token_ids, mixer, num_logits=num_logits, taps=taps, ahead=ahead
+        )
         if recorded is None:
             return None
-        if fill_in is not None:
-            fill_in(recorded.step, recorded.numbers)
-        return self._replay(recorded, mixer, len(token_ids), taps)
+        logits = self._replay(recorded, mixer, len(token_ids), taps)
+        if ahead is not None and ahead.settles:
+            self.settled = recorded.settled
+        return logits
 
     def recording(
         self,
@@ -159,13 +165,16 @@ class DecodeGraphs:
         *,
         num_logits: int,
         taps: dict[int, Tensor | None] | None = None,
+        ahead: Ahead | None = None,
     ) -> Recording | None:
         """Find or make the recording of a step and fill its buffer; None if there can be none."""
         shape = self._shape(segments, num_logits, taps)
         if shape is None:
             return None
-        recorded = self._recorded(shape, mixer, segments)
-        recorded.fill_packed(token_ids, segments)
+        if ahead is not None:
+            shape = shape._replace(is_ahead=True)
+        recorded = self._recorded(shape, mixer, segments, ahead)
+        recorded.fill_packed(token_ids, segments, settles=ahead is not None and ahead.settles)
         return recorded
 
     def _shape(
@@ -185,11 +194,15 @@ class DecodeGraphs:
         return GraphShape(padded_size(len(segments)), first.count, bound, tuple(taps or ()))
 
     def _recorded(
-        self, shape: GraphShape, mixer: PagedMixer, segments: Sequence[Segment]
+        self,
+        shape: GraphShape,
+        mixer: PagedMixer,
+        segments: Sequence[Segment],
+        ahead: Ahead | None = None,
     ) -> Recording:
         recorded = self._graphs.get(shape)
         if recorded is None:
-            recorded = self._record(shape, mixer, segments[0])
+            recorded = self._record(shape, mixer, segments[0], ahead)
         self._graphs.move_to_end(shape)
         return recorded
 
@@ -214,14 +227,19 @@ class DecodeGraphs:
         self.best = recorded.best[:num_rows]
         return recorded.logits[:num_rows]
 
-    def _record(self, shape: GraphShape, mixer: PagedMixer, like: Segment) -> Recording:
+    def _record(
+        self, shape: GraphShape, mixer: PagedMixer, like: Segment, ahead: Ahead | None
+    ) -> Recording:
         recorded = Recording(self._cache, shape, like)
+        rows = None if ahead is None else recorded.rows  # no part of the graph
 
         def run() -> None:
             # A step of its own for each run: what a mixer works out for it from the buffer has to
             # be worked out while recording, too.
             mixer.step = recorded.step = recorded.new_step()
             before = self._cache.counters.snapshot()
+            if ahead is not None:
+                ahead.tables.fill_in(recorded.step, recorded.numbers)
             recorded.logits = self.compute(
                 recorded.numbers[: recorded.num_rows],
                 mixer,
@@ -229,6 +247,9 @@ class DecodeGraphs:
             )
             largest, best = recorded.logits.max(-1)
             recorded.best = best.where(largest.isfinite(), -1)
+            if ahead is not None and rows is not None:
+                enabled = recorded.numbers[-1:]
+                recorded.settled = ahead.tables.settle(rows, recorded.best, enabled)
             if self.after is not None and shape.taps:
                 self.after(recorded.taps, recorded.step)
             recorded.cost = self._cache.counters - before

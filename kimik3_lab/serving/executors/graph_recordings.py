@@ -7,18 +7,21 @@ Needs torch; recording needs a CUDA device. Part of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from kimik3_lab.serving.executors.async_sampler import SampledRows
+from kimik3_lab.serving.executors.async_tables import SeatTables
 from kimik3_lab.serving.executors.paged_cache import PagedCache
 from kimik3_lab.serving.executors.pinned import to_device
 from kimik3_lab.serving.executors.step_counters import StepCounters
 from kimik3_lab.serving.executors.step_metadata import StepMetadata, step_numbers
 from kimik3_lab.serving.executors.step_parts import Decodes, Segment, StateRows
 
-__all__ = ["CudaRecorder", "GraphShape", "Recorder", "Recording", "padded_size"]
+__all__ = ["Ahead", "CudaRecorder", "GraphShape", "Recorder", "Recording", "padded_size"]
 
 
 def padded_size(number: int) -> int:
@@ -76,12 +79,31 @@ class CudaRecorder:
 
 
 class GraphShape(NamedTuple):
-    """What decides shapes: requests, rows of each, bound of the contexts, tapped layers."""
+    """What decides shapes: requests, rows of each, bound of the contexts, tapped layers.
+
+    A step that is planned ahead has a graph of its own, with more in it.
+    """
 
     num_requests: int
     num_tokens: int
     bound: int
     taps: tuple[int, ...]
+    is_ahead: bool = False
+
+
+class Ahead(NamedTuple):
+    """For a step that is planned before the last one has answered.
+
+    Attributes
+    ----------
+    tables : SeatTables
+        Know what the plan leaves open.
+    settles : bool
+        Whether its tokens are the most probable ones: then the graph moves the tables on.
+    """
+
+    tables: SeatTables
+    settles: bool
 
 
 class Recording:
@@ -99,10 +121,13 @@ class Recording:
             [StateRows([-1] * len(states.rows)) for states in like.states],
         )
         self.segments = [self.empty] * shape.num_requests
-        numbers = step_numbers([0] * self.num_rows, self.segments)
+        # The last one is 1 if the tables of a step ahead are to be moved on.
+        numbers = [*step_numbers([0] * self.num_rows, self.segments), 0]
         self.numbers = torch.tensor(numbers, dtype=torch.int64, device=cache.conv.device)
         self.logits: Tensor | None = None
         self.best: Tensor | None = None
+        #: New tokens of a step ahead, see :meth:`~.async_tables.SeatTables.settle`.
+        self.settled: Tensor | None = None
         self.taps: dict[int, Tensor | None] = dict.fromkeys(shape.taps)
         self.cost = StepCounters()
         self.replay: Callable[[], None] | None = None
@@ -112,13 +137,25 @@ class Recording:
         """Take the buffer apart; what is worked out on the way is recorded, too."""
         return StepMetadata(self.cache, self.segments, numbers=self.numbers, bound=self.shape.bound)
 
-    def fill_packed(self, token_ids: Sequence[int], segments: Sequence[Segment]) -> None:
+    @cached_property
+    def rows(self) -> SampledRows:
+        """Where each request's rows are: the same in every replay, but for the seats."""
+        (part,), count = self.step.parts, self.shape.num_tokens
+        assert isinstance(part, Decodes)
+        firsts = torch.arange(0, self.num_rows, count, device=self.numbers.device)
+        counts = torch.full_like(firsts, count)
+        return SampledRows(firsts, counts - 1, counts, part.slots, count - 1)
+
+    def fill_packed(
+        self, token_ids: Sequence[int], segments: Sequence[Segment], *, settles: bool = False
+    ) -> None:
         """Send all integers of a step in one copy."""
         missing = self.shape.num_requests - len(segments)
         numbers = step_numbers(
             [*token_ids, *[0] * (missing * self.shape.num_tokens)],
             [*segments, *[self.empty] * missing],
         )
+        numbers.append(int(settles))
         to_device(numbers, out=self.numbers)
 
     def fill_eagerly(self, token_ids: Tensor, step: StepMetadata) -> None:

@@ -25,11 +25,13 @@ class PendingStep:
         All requests of the step.
     sampling
         Those of them that get tokens.
+    rows
+        Where these are among the copied tokens; left out, in their order.
 
     Attributes
     ----------
     copies : OnItsWay or None
-        Fields of :class:`~kimik3_lab.serving.executors.async_sampler.Sampled`, then those of
+        :attr:`~kimik3_lab.serving.executors.async_sampler.Sampled.packed`, then the fields of
         :class:`~kimik3_lab.serving.executors.logprobs.LogprobTensors` if somebody asked.
     asking : list of int
         Places in ``sampling`` of those who asked for logprobs.
@@ -39,8 +41,14 @@ class PendingStep:
         Told just before the host waits for the device.
     """
 
-    def __init__(self, req_ids: Sequence[str], sampling: Sequence[ScheduledRequest]) -> None:
+    def __init__(
+        self,
+        req_ids: Sequence[str],
+        sampling: Sequence[ScheduledRequest],
+        rows: Sequence[int] | None = None,
+    ) -> None:
         self.req_ids, self.sampling = list(req_ids), list(sampling)
+        self._rows = range(len(self.sampling)) if rows is None else rows
         self.copies: OnItsWay | None = None
         self.is_answered = False
         self.on_wait: Callable[[], None] = lambda: None
@@ -73,13 +81,18 @@ class PendingStep:
 
     def _read(self, copies: OnItsWay) -> None:
         self.on_wait()
-        tokens, count, broken, *fields = copies.wait()
-        if broken.any():
-            names = [self.sampling[i].req_id for i in broken.nonzero().flatten().tolist()]
+        packed, *fields = copies.wait()
+        said = packed.tolist()
+        new_token_ids, broken = [], []
+        for item, row in zip(self.sampling, self._rows, strict=True):
+            *ids, count, is_broken = said[row]
+            new_token_ids.append(ids[:count])
+            if is_broken:
+                broken.append(item.req_id)
+        if broken:
             raise ValueError(
-                f"the logits of requests {names} are not finite, so no token can be chosen"
+                f"the logits of requests {broken} are not finite, so no token can be chosen"
             )
-        new_token_ids = [ids[:n] for ids, n in zip(tokens.tolist(), count.tolist(), strict=True)]
         logprobs = None
         if fields:
             logprobs = self._describe(new_token_ids, LogprobTensors(*fields))

@@ -5,10 +5,11 @@ temperature, min-p, top-k, top-p.
 
 A draw is a race: each token gets an exponential random number E, and the largest ``p / E`` wins,
 which is token i with probability ``p_i``. The numbers belong to the request's seed and the token's
-position (:mod:`kimik3_lab.serving.executors.random_stream`). So a request's tokens depend neither
-on who else is in the batch nor on preemption; and a drafter that runs the same race with the same
-numbers often names the winner in advance
-(:mod:`kimik3_lab.serving.executors.rejection_sampler`, ``coupled``).
+position (:mod:`kimik3_lab.serving.executors.random_stream`). So the tokens that are drawn here
+depend neither on who else is in the batch nor on preemption; and a drafter that runs the same race
+with the same numbers often names the winner in advance
+(:mod:`kimik3_lab.serving.executors.rejection_sampler`, ``coupled``). Of drafts that were drawn, its
+other rules keep the distribution alone: with them a seed's tokens follow the drafts of each step.
 """
 
 from __future__ import annotations

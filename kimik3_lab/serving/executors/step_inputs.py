@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kimik3_lab.serving.executors.cuda_graphs import DecodeGraphs, FillIn
+from kimik3_lab.serving.executors.cuda_graphs import Ahead, DecodeGraphs
 from kimik3_lab.serving.executors.paged_mixer import PagedMixer
 from kimik3_lab.serving.executors.pinned import to_device
 from kimik3_lab.serving.executors.step_metadata import StepMetadata, step_numbers
@@ -29,12 +29,12 @@ class StepInputs:
     segments
         Requests in the order of their rows.
     token_ids
-        Of all rows; -1 for one that ``fill_in`` fills in.
+        Of all rows; -1 for one that ``ahead`` fills in.
     logits_at
         Rows that logits are wanted of.
     taps
         For the drafter's sake, see :meth:`~.proposer.Proposer.new_taps`.
-    fill_in
+    ahead
         Corrects the numbers on the device, where more is known than on the host. Then starts of
         decoding requests are taken for upper bounds.
     """
@@ -43,7 +43,7 @@ class StepInputs:
     token_ids: Sequence[int]
     logits_at: Sequence[int]
     taps: dict[int, Tensor | None] | None = None
-    fill_in: FillIn | None = None
+    ahead: Ahead | None = None
 
     def run(self, compute: Callable[..., Tensor], mixer: PagedMixer) -> Tensor:
         """Send all numbers in one copy, or into the buffer of a recorded step."""
@@ -55,24 +55,24 @@ class StepInputs:
                 mixer,
                 num_logits=len(self.logits_at),
                 taps=self.taps,
-                fill_in=self.fill_in,
+                ahead=self.ahead,
             )
             if logits is not None:
                 return logits
         numbers = to_device(step_numbers(self.token_ids, self.segments, self.logits_at), device)
-        exact = self.fill_in is None
+        exact = self.ahead is None
         mixer.step = StepMetadata(mixer.cache, self.segments, numbers=numbers, exact=exact)
-        if self.fill_in is not None:
-            self.fill_in(mixer.step, numbers)
+        if self.ahead is not None:
+            self.ahead.tables.fill_in(mixer.step, numbers)
         chosen = numbers[len(numbers) - len(self.logits_at) :]
         return compute(numbers[:count], mixer, logits_at=chosen, taps=self.taps)
 
     def run_eagerly(self, compute: Callable[..., Tensor], mixer: PagedMixer) -> Tensor:
         """Send each tensor in a copy of its own."""
-        device, exact = mixer.cache.conv.device, self.fill_in is None
+        device, exact = mixer.cache.conv.device, self.ahead is None
         mixer.step = StepMetadata(mixer.cache, self.segments, exact=exact)
         rows = torch.tensor(self.token_ids, device=device)
-        if self.fill_in is not None:
-            self.fill_in(mixer.step, rows)
+        if self.ahead is not None:
+            self.ahead.tables.fill_in(mixer.step, rows)
         chosen = torch.tensor(self.logits_at, dtype=torch.int64, device=device)
         return compute(rows, mixer, logits_at=chosen, taps=self.taps)

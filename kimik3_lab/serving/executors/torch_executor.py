@@ -18,7 +18,7 @@ from kimik3_lab.reference.model import K3ForCausalLM
 from kimik3_lab.serving.config import CacheConfig
 from kimik3_lab.serving.executors.async_steps import AsyncSteps
 from kimik3_lab.serving.executors.backends import Backend, make_backend, make_proposer
-from kimik3_lab.serving.executors.cuda_graphs import DecodeGraphs, FillIn
+from kimik3_lab.serving.executors.cuda_graphs import Ahead, DecodeGraphs
 from kimik3_lab.serving.executors.drafts import Draft
 from kimik3_lab.serving.executors.execution import ExecutionConfig
 from kimik3_lab.serving.executors.kda_states import KdaStates
@@ -152,7 +152,7 @@ class TorchExecutor(ModelLimits):
                 shared_noise=rejection_sample_method == "coupled",
             )
         self.proposer = drafter
-        self.async_steps = AsyncSteps(self)
+        self.async_steps = AsyncSteps(self, fused=backend == "triton")
         #: Rows of the last step.
         self.last_segments: list[Segment] = []
         self._drafts: dict[str, list[int]] = {}
@@ -235,13 +235,13 @@ class TorchExecutor(ModelLimits):
         token_ids: Sequence[int],
         logits_at: Sequence[int],
         taps: dict[int, Tensor | None] | None,
-        fill_in: FillIn | None = None,
+        ahead: Ahead | None = None,
     ) -> Tensor:
         """Run the model over all rows; return logits of those that are sampled from."""
         self.last_segments = segments = [item.segment for item in scheduled]
         self.counters.forwards += 1
         self.counters.tokens += len(token_ids)
-        inputs = StepInputs(segments, token_ids, logits_at, taps, fill_in)
+        inputs = StepInputs(segments, token_ids, logits_at, taps, ahead)
         if self.execution.metadata == "eager":
             return inputs.run_eagerly(self.compute, self.mixer)
         return inputs.run(self.compute, self.mixer)

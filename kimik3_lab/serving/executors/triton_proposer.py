@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kimik3_lab.reference.drafter_layers import DraftLayer
 from kimik3_lab.reference.norms import RMSNorm
+from kimik3_lab.serving.executors.async_tables import SeatTables
 from kimik3_lab.serving.executors.cuda_graphs import DecodeGraphs, padded_size
 from kimik3_lab.serving.executors.drafts import Draft, DraftRequest
 from kimik3_lab.serving.executors.paged_cache import PagedCache
@@ -41,6 +42,8 @@ class DraftRecording:
         self.empty = [0] * size, [empty_slot] * size, [0] * size
         self.numbers = torch.tensor(self.empty, dtype=torch.int64, device=device)
         self.result: Tensor | None = None
+        #: Seats that the buffer names, where the pass takes all else from their tables.
+        self.seats: list[int] = []
         self.replay: Callable[[], None] = lambda: None
 
 
@@ -70,7 +73,7 @@ class TritonProposer(Proposer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.cache, self.skinny, self._graphs_of_target = cache, skinny, graphs
-        self.recordings: dict[tuple[int, int], DraftRecording] = {}
+        self.recordings: dict[tuple[int, int, bool], DraftRecording] = {}
         attentions = [layer.self_attn for layer in self._layers]
         # All layers read the same context: one product serves them.
         self._cached = JoinedLinear([a.kv_a_proj_with_mqa for a in attentions], skinny)
@@ -154,15 +157,32 @@ class TritonProposer(Proposer):
         assert recorded.result is not None
         return recorded.result[0, :count].long()
 
+    @torch.inference_mode()
+    def propose_seats(self, slots: Sequence[int], longest: int, tables: SeatTables) -> None:
+        """Draft greedily for the requests in these seats, from their tables and into them.
+
+        Parameters
+        ----------
+        slots
+            Seats.
+        longest
+            None of their contexts is longer.
+        tables
+            Their last tokens and contexts are read, their drafts written, by the recorded pass:
+            the host has only the seats to send, and these only when they are others.
+        """
+        self.num_forwards += 1
+        recorded = self._recorded(len(slots), longest, tables)
+        seats = sorted(slots)
+        if seats != recorded.seats:
+            _, others, _ = recorded.empty
+            to_device([*seats, *others[len(seats) :]], out=recorded.numbers[1])
+            recorded.seats = seats
+        recorded.replay()
+
     def recording(self, requests: Sequence[DraftRequest]) -> DraftRecording:
         """Find or make the recording of a pass for these requests, and fill its buffers."""
-        longest = max(r.num_context for r in requests) + self.num_speculative_tokens
-        shortest = 64 if self._graphs_of_target is None else self._graphs_of_target.shortest
-        bound = max(shortest, 1 << (longest - 1).bit_length())
-        key = padded_size(len(requests)), bound
-        recorded = self.recordings.get(key)
-        if recorded is None:
-            recorded = self.recordings[key] = self._record(*key)
+        recorded = self._recorded(len(requests), max(r.num_context for r in requests))
         anchors, slots, starts = recorded.empty
         numbers = [
             *[r.anchor for r in requests],
@@ -175,11 +195,29 @@ class TritonProposer(Proposer):
         to_device(numbers, out=recorded.numbers.view(-1))
         return recorded
 
-    def _record(self, size: int, bound: int) -> DraftRecording:
+    def _recorded(
+        self, count: int, longest: int, tables: SeatTables | None = None
+    ) -> DraftRecording:
+        longest += self.num_speculative_tokens
+        shortest = 64 if self._graphs_of_target is None else self._graphs_of_target.shortest
+        bound = max(shortest, 1 << (longest - 1).bit_length())
+        key = padded_size(count), bound, tables is not None
+        recorded = self.recordings.get(key)
+        if recorded is None:
+            recorded = self.recordings[key] = self._record(*key[:2], tables)
+        return recorded
+
+    def _record(self, size: int, bound: int, tables: SeatTables | None) -> DraftRecording:
         recorded = DraftRecording(size, bound, self.cache.padding_slot, self.latent.device)
 
         def run() -> None:
+            anchors, slots, starts = recorded.numbers
+            if tables is not None:
+                anchors.copy_(tables.last_token[slots])
+                starts.copy_(tables.num_computed[slots])
             recorded.result = self._pass(recorded)
+            if tables is not None:
+                tables.drafts[slots] = recorded.result[0].long()
 
         graphs = self._graphs_of_target
         recorded.replay = run if graphs is None else graphs.recorder(run, run)
