@@ -2,7 +2,7 @@
 
 Peers are found where Python finds them: an installed vllm, fla or humming, or a folder with them on
 PYTHONPATH. Those that are missing are named and left out. Without a CUDA device the recorded table
-is printed instead.
+is printed instead; asked for what only a measurement gives, the command ends with code 1.
 """
 
 from __future__ import annotations
@@ -16,9 +16,14 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.cases import Case, cases
+from benchmarks.provenance import source_hash
+from benchmarks.registry import OURS, PEERS
 from benchmarks.rows import NOT_MEASURED
 
 __all__ = ["main"]
+
+#: Options that a recorded table has no use for.
+_MEASURING = ("peers", "without", "quick", "warm", "output", "resume", "load", "seed")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         chosen = cases(tuple(options.operators), tuple(options.cases))
+        _check(options)
     except ValueError as error:
         parser.error(str(error))
     if options.list:
@@ -55,6 +61,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     if not torch.cuda.is_available():
         print("Timing the kernels needs a CUDA device, and PyTorch finds none on this machine.")
+        given = vars(options)
+        asked = [f"--{n}" for n in _MEASURING if given[n] or (n == "seed" and given[n] is not None)]
+        if asked:
+            print(
+                f"So nothing was measured, and {', '.join(asked)} had no effect. Leave that out to "
+                "see the recorded table."
+            )
+            return 1
         return _show_recorded(chosen)
     if os.environ.get("TRITON_INTERPRET", "0").lower() not in ("", "0", "false", "no", "off"):
         print("TRITON_INTERPRET is set: unset it, the interpreter's times mean nothing.")
@@ -63,7 +77,27 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(word for word in text.split(",") if word)
+    return tuple(word for part in text.split(",") if (word := part.strip()))
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that cannot be meant, on every machine and before anything is measured."""
+    known = tuple(dict.fromkeys(name for names in PEERS.values() for name in names))
+    for option, names, there in (
+        ("peers", options.peers, known),
+        ("without", options.without, (OURS, *known)),
+    ):
+        unknown = [name for name in names if name not in there]
+        if unknown:
+            raise ValueError(
+                f"--{option}: no implementation {', '.join(unknown)}; there are {', '.join(there)}"
+            )
+    if options.load and not options.load.is_file():
+        raise ValueError(
+            f"--load: no file {options.load}; it holds a JSON list, a number an expert"
+        )
+    if options.resume and not options.output:
+        raise ValueError("--resume goes on with a file: name it with --output FILE")
 
 
 def _run(chosen: list[Case], options: argparse.Namespace) -> int:
@@ -72,7 +106,7 @@ def _run(chosen: list[Case], options: argparse.Namespace) -> int:
     from benchmarks.inputs.problems import problems
     from benchmarks.measure import DeviceLost, measure, warm
     from benchmarks.provenance import provenance
-    from benchmarks.registry import OURS, look_for
+    from benchmarks.registry import look_for
 
     torch.backends.cuda.matmul.allow_tf32 = False  # the references are float32
     found = look_for(options.peers, options.without)
@@ -146,8 +180,6 @@ def _earlier(path: Path | None, made: dict[str, Any]) -> dict[str, Any]:
 
 
 def _list(chosen: list[Case]) -> int:
-    from benchmarks.registry import PEERS
-
     for case in chosen:
         goal = case.goal
         wanted = "no goal" if goal is None else f"{goal.kind.replace('_', ' ')} >= {goal.value}"
@@ -168,6 +200,11 @@ def _show_recorded(chosen: list[Case]) -> int:
         rows = [row for row in result["rows"] if (row["operator"], row["case"]) in wanted]
         made = result["provenance"]
         print(f"\nRecorded on {made['device']}, {made['date_utc']}: {made['command']}")
+        if made["sources_sha256"] != (here := source_hash()):
+            print(
+                f"Recorded on other sources ({made['sources_sha256'][:8]}) than those here "
+                f"({here[:8]}): today's kernels may be quicker or slower."
+            )
         operator = ""
         for row in rows:
             if row["operator"] != operator:

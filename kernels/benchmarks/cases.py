@@ -5,6 +5,8 @@ Needs the standard library only. Lessons 04 and 06 read it beside the results.
 A goal is a ratio, the best peer's time over ours: 1.25 asks for four fifths of the peer's time.
 Two kinds deviate. Where a goal names peers, only they count (``against``); what the others reached
 stands in the row's ``ratios``. Where no peer has the operator, the goal is a fraction of the floor.
+``kda_recover``'s goal and floor are those of committing the states: the convolution's window, which
+a server moves as well, is in neither.
 """
 
 from __future__ import annotations

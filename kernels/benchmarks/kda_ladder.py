@@ -65,8 +65,6 @@ def main() -> None:
     rows = measure(options.seed, options.parts or tuple(PARTS))
     if options.output:
         made = provenance({}, seed=options.seed)
-        chosen = "".join(f" --part {part}" for part in options.parts or ())
-        made["command"] = f"python -m benchmarks.kda_ladder{chosen}"
         result = {"schema_version": 1, "provenance": made, "rows": rows}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         unfinished = options.output.with_name(options.output.name + ".part")

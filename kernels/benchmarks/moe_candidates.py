@@ -80,9 +80,9 @@ def _many(load: float, short: bool) -> Iterator[list[MoEConfig]]:
         gates = [(64, 4, 3, 0), (64, 4, 3, 128), (64, 4, 2, 104)]
     elif load <= 48:
         blocks = [(64, 0), (32, 16)]
-        gates = [(64, 4, 3, 0), (64, 4, 3, 168), (64, 4, 2, 128)]
+        gates = [(64, 4, 3, 0), (64, 4, 3, 128), (64, 4, 3, 168), (64, 4, 2, 128)]
     else:
-        blocks = [(128, 32), (128, 0)]
+        blocks = [(128, 32)]
         gates = [(64, 4, 2, 0), (128, 8, 3, 0)]
     tall = load > 48
     if short and tall:
@@ -98,24 +98,30 @@ def _many(load: float, short: bool) -> Iterator[list[MoEConfig]]:
         ]  # fmt: skip
     for block, extra in blocks:
         base = MoEConfig(prefill=True, block_m=block, extra_m=extra, down_resident=short)
-        yield from _family(base, gates, downs)
+        if not extra:
+            yield from _family(base, gates, downs)
         yield from _family(replace(base, fit=True), gates, downs)
+        yield from _family(replace(base, fit=True, listed=1), gates, downs)
 
 
 def _plain(load: float, short: bool) -> Iterator[list[MoEConfig]]:
-    if load > 48:
-        blocks = [(128, 32), (128, 0), (64, 0)]
-    else:
-        blocks = [(16, 0) if load <= 12 else (32, 0) if load <= 24 else (64, 0)]
-    for block, extra in blocks:
-        block_k = 128 if block == 16 else 64
-        base = MoEConfig(prefill=True, block_m=block, extra_m=extra, block_k=block_k)
-        gates = [(64, 4, 3, 0), (64, 4, 4, 0)] if block < 128 else [(64, 4, 3, 0), (128, 8, 3, 0)]
-        rows = (1, 4) if short else (1,)
-        downs = [(128, 8, r, 3, 0) for r in rows] + [(64, 4, r, 3, 0) for r in rows]
-        yield from _family(base, gates, downs)
-        if load > 12:
-            yield from _family(replace(base, fit=True), gates, downs)
+    block, extra = (128, 32) if load > 48 else (64, 0) if load > 24 else (32, 0)
+    if load <= 12:
+        block = 16
+    base = MoEConfig(prefill=True, block_m=block, extra_m=extra, block_k=128 if block == 16 else 64)
+    gates = [(64, 4, 3, 0), (64, 4, 4, 0)] if block < 128 else [(64, 4, 3, 0), (128, 8, 3, 0)]
+    rows = (1, 4) if short else (1,)
+    downs = [(128, 8, r, 3, 0) for r in rows] + [(64, 4, r, 3, 0) for r in rows]
+    yield from _family(base, gates, downs)
+    if load <= 12:
+        return
+    yield from _family(replace(base, fit=True), gates, downs)
+    more = replace(base, fit=True, fit_extra=extra > 0, listed=1)
+    boxed = [(128, 8, 1, 3, 128), (128, 8, 1, 4, 0), (64, 4, 4, 3, 0)]
+    yield [
+        *next(_family(replace(more, gate_boxed=True), gates, downs)),
+        *next(_family(replace(more, gate_boxed=True, down_boxed=True), gates[:1], boxed)),
+    ]
 
 
 def _family(

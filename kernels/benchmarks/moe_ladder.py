@@ -116,7 +116,6 @@ def main() -> None:
     rows = measure(options.rank, options.seed)
     if options.output:
         made = provenance({}, seed=options.seed)
-        made["command"] = f"python -m benchmarks.moe_ladder --rank {options.rank}"
         result = {"schema_version": 1, "provenance": made, "rows": rows}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         unfinished = options.output.with_name(options.output.name + ".part")

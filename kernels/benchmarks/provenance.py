@@ -9,12 +9,13 @@ import datetime
 import hashlib
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SESSION", "provenance", "same_session", "source_hash"]
+__all__ = ["SESSION", "command", "provenance", "same_session", "source_hash"]
 
 _KERNELS = Path(__file__).resolve().parents[1]
 #: What two runs must share for their rows to stand in one table: the machine since it was started,
@@ -52,8 +53,24 @@ def provenance(peers: dict[str, str], *, seed: int) -> dict[str, Any]:
         "boot_id": _boot_id(),
         "seed": seed,
         "date_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "command": command(),
     }
+
+
+def command() -> str:
+    """Return this process's command with its options, without the folders of this machine.
+
+    A path from the root keeps its name alone, also behind ``--option=``.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = spec.name.removesuffix(".__main__") if spec else ""
+    start = ["python", "-m", module] if module else ["python", Path(sys.argv[0]).name]
+    return shlex.join([*start, *(_without_folder(word) for word in sys.argv[1:])])
+
+
+def _without_folder(word: str) -> str:
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return option + equals + (Path(value).name if Path(value).is_absolute() else value)
 
 
 def same_session(first: dict[str, Any], second: dict[str, Any]) -> list[str]:

@@ -69,7 +69,10 @@ def header() -> str:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return a row of the table."""
+    """Return a row of the table; behind it the peers that were quicker than the best that counts.
+
+    A goal over named peers can be met while another peer is quicker still, than ours even.
+    """
     best = row["best_peer"]
     peer = f"{best} {row['peers'][best]:.1f}" if best else "-"
     goal = "-" if row["goal"] is None else f"{row['goal']:.2f}"
@@ -80,16 +83,27 @@ def line(row: dict[str, Any]) -> str:
         _number(row["max_rel_err"], ".1e"),
     )  # fmt: skip
     text = " ".join(cell.rjust(width) for cell, width in zip(cells, _WIDTHS.values(), strict=True))
-    return text + mark + (f"  ({row['reason']})" if row.get("reason") else "")
+    counted = row["peers"][best] if best else row["ours_us"] or 0.0
+    quicker = [
+        f"{name} {_number(row['ratios'].get(name), '.2f')}"
+        for name, us in row["peers"].items()
+        if us < counted and row["goal_against"] and name not in row["goal_against"]
+    ]
+    note = f"  quicker: {', '.join(quicker)}" if quicker else ""
+    return text + mark + note + (f"  ({row['reason']})" if row.get("reason") else "")
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> str:
-    """Count the goals that are met."""
-    verdicts = [row["goal_met"] for row in rows if row["goal"] is not None]
-    return (
-        f"{verdicts.count(True)} of {len(verdicts)} goals met, {verdicts.count(False)} missed, "
-        f"{verdicts.count(None)} not measured"
+    """Count the goals that are met, and all rows without a time of ours."""
+    rows = list(rows)
+    goals = [row for row in rows if row["goal"] is not None]
+    verdicts = [row["goal_met"] for row in goals]
+    lonely = sum(row["goal_met"] is None and row["ours_us"] is not None for row in goals)
+    text = (
+        f"{verdicts.count(True)} of {len(goals)} goals met, {verdicts.count(False)} missed; "
+        f"{sum(row['ours_us'] is None for row in rows)} of {len(rows)} cases not measured"
     )
+    return text + (f", {lonely} without the peer of the goal" if lonely else "")
 
 
 def _number(value: float | None, form: str) -> str:

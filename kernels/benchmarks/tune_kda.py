@@ -2,14 +2,12 @@
 
 Needs a CUDA device. Every variant is compiled first, in as many processes as there are cores, since
 compiling costs more than measuring. Then each is checked against float64 and timed, case by case,
-and with ``--store`` the winners go into ``k3_kernels/tuned``.
+and with ``--write`` the winners go into ``k3_kernels/tuned``.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from k3_kernels import tuned
 from k3_kernels.kda_decode import KDADecodeConfig, kda_decode
 from k3_kernels.kda_prefill import KDAPrefillConfig, kda_prefill
 from k3_kernels.kda_records import KDARecords
 from k3_kernels.kda_recover import KDARecoverConfig, kda_recover
 
+from benchmarks import buckets, tuner_options
 from benchmarks.cases import Case, find_case
 from benchmarks.floors import HEAD_DIM
 from benchmarks.inputs.kda_decode import KdaDecodeProblem
@@ -74,7 +72,11 @@ PREFILL = [
 PREFILL_CASES = ("H=12,1x8192", "H=12,1x2048", "H=12,8x1024", "H=96,1x8192", "H=96,8x1024")
 DECODE_CASES = [(heads, batch) for heads in (12, 96) for batch in (1, 16, 64, 256)]
 RECOVER_CASES = (1, 16, 64)
+VERIFY_CASES = (1, 16, 64)
 DRAFTS = 8
+VARIANTS: dict[str, list[Any]] = {
+    "decode": DECODE, "recover": RECOVER, "verify": VERIFY, "prefill": PREFILL
+}  # fmt: skip
 Job = tuple[str, Any]
 
 
@@ -204,7 +206,8 @@ def measure(
     for row in rows:
         values = ",".join(str(value) for value in row["config"].values())
         print(f"   {values:>14} {row['us']:9.2f} us  {row['error']:.1e}", flush=True)
-    return {"kind": kind, "case": name, "floor_us": problem.floor_us, "rows": rows}
+    limits = {"floor_us": problem.floor_us, "tolerance": problem.tolerance}
+    return {"kind": kind, "case": name, **limits, "rows": rows}
 
 
 def run(kinds: Iterable[str], seconds: float, report: Path | None) -> list[dict[str, Any]]:
@@ -214,7 +217,7 @@ def run(kinds: Iterable[str], seconds: float, report: Path | None) -> list[dict[
     def add(result: dict[str, Any], size: int) -> None:
         results.append({**result, "size": size})
         if report:
-            report.write_text(json.dumps(results) + "\n", encoding="utf-8")
+            tuner_options.write_json(report, results)
 
     generator = torch.Generator(device="cuda").manual_seed(1)
     problem: Any = None
@@ -243,7 +246,7 @@ def run(kinds: Iterable[str], seconds: float, report: Path | None) -> list[dict[
                 configs = [c for c in PREFILL if c.segments >= least]
                 measure(f"prefill:{part}", name, problem, configs, seconds)
     if "verify" in kinds:
-        for batch in (1, 16, 64):
+        for batch in VERIFY_CASES:
             sizes = {"heads": 12, "batch": batch * (DRAFTS + 1)}
             problem = None
             problem = KdaDecodeProblem(Case("kda_decode", "", sizes), generator)
@@ -252,50 +255,70 @@ def run(kinds: Iterable[str], seconds: float, report: Path | None) -> list[dict[
     return results
 
 
+def case_sizes(kind: str) -> list[int]:
+    """Return what a kind's cases vary, head-requests or head-sequences."""
+    if kind == "decode":
+        return [heads * batch for heads, batch in DECODE_CASES]
+    if kind == "prefill":
+        found = [find_case("kda_prefill", name) for name in PREFILL_CASES]
+        return [case.sizes["heads"] * len(case.lengths) for case in found if case]
+    return [12 * batch for batch in (RECOVER_CASES if kind == "recover" else VERIFY_CASES)]
+
+
 def store(results: Sequence[dict[str, Any]]) -> None:
-    """Write the winners into ``k3_kernels/tuned``."""
-    import triton
-
-    made = {
-        "date_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": "python -m benchmarks.tune_kda --store",
-    }
-    for kind in {result["kind"] for result in results}:
-        best = {r["size"]: r["rows"][0] for r in results if r["kind"] == kind and r["rows"]}
-        buckets = [
-            {"up_to": size, "config": best[size]["config"], "us": round(best[size]["us"], 2)}
-            for size in sorted(best)
-        ]
-        buckets[-1]["up_to"] = None
-        name = torch.cuda.get_device_name()
-        tuned.store(name, f"kda_{kind}", f"D={HEAD_DIM}", buckets, made)
+    """Write the winners into ``k3_kernels/tuned``; a size without a right variant stays."""
+    device, made = torch.cuda.get_device_name(), tuner_options.made()
+    for kind in dict.fromkeys(result["kind"] for result in results):
+        winners = {
+            result["size"]: {"config": row["config"], "us": round(row["us"], 2)}
+            for result in results
+            for row in result["rows"][:1]
+            if result["kind"] == kind and row["error"] < result["tolerance"]
+        }
+        if winners:
+            bounds = buckets.edges(case_sizes(kind))
+            buckets.keep(device, f"kda_{kind}", f"D={HEAD_DIM}", winners, bounds, made)
 
 
-def main() -> None:
+def read_kinds(text: str) -> list[str]:
+    """Read the kinds of a command line.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        If there is no such kind; the message lists those that there are.
+    """
+    kinds = [kind.strip() for kind in text.split(",")]
+    unknown = [kind for kind in kinds if kind not in VARIANTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"no kind {', '.join(map(repr, unknown))}; there are {', '.join(VARIANTS)}"
+        )
+    return kinds
+
+
+def main(words: Sequence[str] | None = None) -> None:
     """Parse the command line, compile, time, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune_kda", description=__doc__)
-    parser.add_argument("--kinds", default="decode,recover,verify,prefill")
-    parser.add_argument("--seconds", type=float, default=0.03, help="replaying time of a variant")
-    parser.add_argument("--report", type=Path, help="write everything that was seen as JSON")
-    parser.add_argument("--store", action="store_true", help="write k3_kernels/tuned")
-    parser.add_argument("--compile-only", action="store_true")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("tuning needs a CUDA device, and PyTorch finds none on this machine")
-    kinds = arguments.kinds.split(",")
+    parser = tuner_options.parser("tune_kda", __doc__, seconds=0.03)
+    parser.add_argument(
+        "--kinds", type=read_kinds, default=list(VARIANTS), metavar="A,B",
+        help=f"of {', '.join(VARIANTS)}; default: all",
+    )  # fmt: skip
+    tuner_options.old_names(parser)
+    options = parser.parse_args(words)
+    tuner_options.need_gpu()
     start = time.time()
-    variants = {"decode": DECODE, "recover": RECOVER, "verify": VERIFY, "prefill": PREFILL}
-    jobs: list[Job] = [(kind, config) for kind in kinds for config in variants[kind]]
+    jobs: list[Job] = [(kind, config) for kind in options.kinds for config in VARIANTS[kind]]
+    if options.warm:
+        jobs = jobs[options.warm[0] :: options.warm[1]]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         errors = [error for error in pool.map(compile_one, jobs) if error]
     print(f"compiled {len(jobs)} variants in {time.time() - start:.0f} s", *errors, sep="\n")
-    if arguments.compile_only:
+    if options.warm:
         return
-    results = run(kinds, arguments.seconds, arguments.report)
+    results = run(options.kinds, options.seconds, options.output)
     print(f"{time.time() - start:.0f} s in all")
-    if arguments.store:
+    if options.write:
         store(results)
 
 

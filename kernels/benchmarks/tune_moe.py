@@ -2,31 +2,29 @@
 
 Needs a CUDA device. First every variant is compiled, in as many processes as there are cores, since
 compiling costs more than measuring. Then gate-up and down are timed on their own, the best of each
-are timed as whole calls, and the winner of every token count goes into ``k3_kernels/tuned``.
+are timed as whole calls, and with ``--write`` the winner of every token count goes into
+``k3_kernels/tuned``. ``--cases`` replaces the constants of those token counts alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import itertools
-import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
-from k3_kernels import moe, tuned
+from k3_kernels import moe
 from k3_kernels.moe_config import MoEConfig, shape_key
 from k3_kernels.moe_gemm import down, gate_up
 from k3_kernels.moe_weights import BF16Experts, ExpertWeights, random_mxfp4
 
+from benchmarks import buckets, tuner_options
 from benchmarks.inputs.routings import draw_experts, popularity
 from benchmarks.moe_candidates import CASES, HIDDEN, SHAPES, Case, families
 from benchmarks.timing import time_side_by_side
@@ -115,7 +113,8 @@ def _size(case: Case, config: MoEConfig) -> int:
 def _fields(config: MoEConfig, which: str) -> tuple[Any, ...]:
     own = [v for k, v in vars(config).items() if k.startswith(which)]
     shared = (config.direct, config.prefill, config.block_m, config.extra_m, config.fit)
-    return (which, *shared, config.block_k, *own)
+    more = (config.fit_extra, config.listed, config.block_k)
+    return (which, *shared, *more, *own)
 
 
 @dataclass(frozen=True)
@@ -200,27 +199,52 @@ def tune(case: Case, experts: ExpertWeights, seconds: float) -> dict[str, Any]:
     return {"case": list(case), "us": us, "config": best.to_dict(), "seen": seen}
 
 
-def main() -> None:
+def read_cases(text: str) -> list[Case]:
+    """Read the cases of a command line.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        If one is not written as format:rank:tokens.
+
+    Examples
+    --------
+    >>> read_cases("mxfp4:tp8:1,bf16:ep8:64")
+    [('mxfp4', 'tp8', 1), ('bf16', 'ep8', 64)]
+    """
+    kinds = dict.fromkeys(kind for kind, _, _ in CASES)
+    chosen = []
+    for case in text.split(","):
+        kind, _, rest = case.strip().partition(":")
+        shape, _, tokens = rest.partition(":")
+        if kind not in kinds or shape not in SHAPES or not tokens.isdecimal() or int(tokens) < 1:
+            raise argparse.ArgumentTypeError(
+                f"no case {case!r}; write format:rank:tokens, such as mxfp4:tp8:16, with the "
+                f"formats {', '.join(kinds)} and the ranks {', '.join(SHAPES)}"
+            )
+        chosen.append((kind, shape, int(tokens)))
+    return chosen
+
+
+def main(words: Sequence[str] | None = None) -> None:
     """Parse the command line, compile, time, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune_moe", description=__doc__)
-    parser.add_argument("--cases", default="", help="such as mxfp4:tp8:1,bf16:ep8:64; default all")
-    parser.add_argument("--seconds", type=float, default=0.03, help="replaying time of a variant")
-    parser.add_argument("--report", type=Path, help="write everything that was seen as JSON")
-    parser.add_argument("--store", action="store_true", help="write k3_kernels/tuned")
-    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache, stop")
-    arguments = parser.parse_args()
-    cases: list[Case] = list(CASES)
-    if arguments.cases:
-        parts = [case.split(":") for case in arguments.cases.split(",")]
-        cases = [(kind, shape, int(tokens)) for kind, shape, tokens in parts]
-    if not torch.cuda.is_available():
-        raise SystemExit("tuning needs a CUDA device, and PyTorch finds none on this machine")
+    parser = tuner_options.parser("tune_moe", __doc__, seconds=0.03)
+    parser.add_argument(
+        "--cases", type=read_cases, default=list(CASES), metavar="A,B",
+        help="such as mxfp4:tp8:1,bf16:ep8:64; default: all",
+    )  # fmt: skip
+    tuner_options.old_names(parser)
+    options = parser.parse_args(words)
+    cases: list[Case] = options.cases
+    tuner_options.need_gpu()
     start = time.time()
     jobs = _jobs(cases)
+    if options.warm:
+        jobs = jobs[options.warm[0] :: options.warm[1]]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         errors = [error for error in pool.map(compile_one, jobs) if error]
     print(f"compiled {len(jobs)} variants in {time.time() - start:.0f} s", *errors, sep="\n")
-    if arguments.compile_only:
+    if options.warm:
         return
     results = []
     weights: tuple[tuple[str, str], ExpertWeights] | None = None
@@ -228,33 +252,31 @@ def main() -> None:
         if weights is None or weights[0] != case[:2]:
             weights = None
             weights = (case[:2], make_experts(*case[:2]))
-        results.append(tune(case, weights[1], arguments.seconds) | {
+        results.append(tune(case, weights[1], options.seconds) | {
             "key": shape_key(weights[1])})  # fmt: skip
-        if arguments.report:
-            arguments.report.write_text(json.dumps(results) + "\n", encoding="utf-8")
+        if options.output:
+            tuner_options.write_json(options.output, results)
     print(f"{time.time() - start:.0f} s in all")
-    if arguments.store:
-        _store(results)
+    if options.write:
+        store(results)
 
 
-def _store(results: list[dict[str, Any]]) -> None:
-    import triton
+def store(results: Sequence[dict[str, Any]]) -> None:
+    """Write the winners into ``k3_kernels/tuned``; token counts that were not measured stay.
 
-    made = {
-        "date_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": "python -m benchmarks.tune_moe --store",
-    }
-    for key in {result["key"] for result in results}:
-        mine = [result for result in results if result["key"] == key]
-        mine.sort(key=lambda result: result["case"][2])
-        sizes = [result["case"][2] for result in mine]
-        # Constants hold up to the geometric middle between two measured sizes.
-        bounds = [math.isqrt(a * b) for a, b in itertools.pairwise(sizes)] + [None]
-        buckets = [{"up_to": bound, "config": result["config"]}
-                   for bound, result in zip(bounds, mine, strict=True)]  # fmt: skip
-        tuned.store(torch.cuda.get_device_name(), "moe", key, buckets, made)
+    Constants hold up to the geometric middle between two measured token counts.
+    """
+    device, made = torch.cuda.get_device_name(), tuner_options.made()
+    for key in dict.fromkeys(result["key"] for result in results):
+        mine = [r for r in results if r["key"] == key and math.isfinite(r["us"])]
+        if not mine:
+            continue
+        winners = {r["case"][2]: {"config": r["config"], "us": round(r["us"], 2)} for r in mine}
+        sizes = {tokens for *rank, tokens in CASES if rank == mine[0]["case"][:2]}
+        if not sizes <= set(winners):
+            sizes |= buckets.measured_sizes(device, "moe", key)
+        bounds = buckets.middles({*sizes, *winners})
+        buckets.keep(device, "moe", key, winners, bounds, made)
 
 
 if __name__ == "__main__":

@@ -2,27 +2,25 @@
 
 Needs a CUDA device. ``python -m benchmarks.tune_routing`` and its neighbours measure the candidates
 of every case side by side and print the best; ``--write`` stores the winners in
-``k3_kernels/tuned``. ``--warm 3/16`` only compiles every sixteenth candidate: start it sixteen
-times beforehand, since compiling takes longer than measuring.
+``k3_kernels/tuned``, and a case without a right candidate keeps what is stored. ``--warm 3/16``
+only compiles every sixteenth candidate: start it sixteen times beforehand, since compiling takes
+longer than measuring.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from k3_kernels import tuned
 
+from benchmarks import buckets, tuner_options
 from benchmarks.provenance import provenance
 from benchmarks.timing import time_side_by_side
 
-__all__ = ["Case", "tune"]
+__all__ = ["Case", "store", "tune"]
 
 
 @dataclass
@@ -55,31 +53,28 @@ def tune(operator: str, cases: Sequence[Callable[[int | None], Case]]) -> int:
     cases
         Each makes one case; the argument bounds its input sets.
     """
-    parser = argparse.ArgumentParser(description=f"measure the launch constants of {operator}")
-    parser.add_argument("--warm", metavar="I/N", help="compile every N-th candidate, do not time")
-    parser.add_argument("--write", action="store_true", help="store the winners")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write all times as JSON")
-    parser.add_argument("--seconds", type=float, default=0.02, help="GPU time a candidate")
+    name = operator.removesuffix("_decode")
+    about = f"Measure the launch constants of {operator} on this GPU."
+    parser = tuner_options.parser(f"tune_{name}", about, seconds=0.02)
     parser.add_argument("--show", type=int, default=4, help="candidates to print of each case")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("Tuning needs a CUDA device, and PyTorch finds none on this machine.")
-        return 1
+    tuner_options.need_gpu()
     if options.warm:
-        _warm(cases, *(int(part) for part in options.warm.split("/")))
+        _warm(cases, *options.warm)
         return 0
     rows: list[dict[str, Any]] = []
+    bounds: dict[str, dict[int, int | None]] = {}
     for make in cases:
-        rows += _measure(make(None), options.seconds, options.show)
+        case = make(None)
+        bounds.setdefault(case.shape, {})[case.size] = case.bound
+        rows += _measure(case, options.seconds, options.show)
+        del case
         torch.cuda.empty_cache()
     result = {"operator": operator, "provenance": provenance({}, seed=0), "rows": rows}
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = options.output.with_name(options.output.name + ".part")
-        unfinished.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(options.output)
+        tuner_options.write_json(options.output, result)
     if options.write:
-        print(f"wrote {_store(operator, result)}")
+        store(operator, rows, bounds)
     return 0
 
 
@@ -136,20 +131,17 @@ def _bind(call: Callable[[Any, int], object], config: Any) -> Callable[[int], ob
     return lambda index: call(config, index)
 
 
-def _store(operator: str, result: dict[str, Any]) -> Path:
-    """Keep the fastest configuration of every case."""
-    shapes: dict[str, dict[int, dict[str, Any]]] = {}
-    for row in result["rows"]:  # fastest first within a case
-        shapes.setdefault(row["shape"], {}).setdefault(row["size"], row)
-    path = Path()
-    for shape, sizes in shapes.items():
-        buckets = [
-            {"up_to": row["bound"], "config": row["config"], "median_us": row["median_us"]}
-            for _, row in sorted(sizes.items())
-        ]
-        made = result["provenance"]
-        kept = ("torch", "triton", "driver", "date_utc", "sources_sha256", "command")
-        path = tuned.store(
-            made["device"], operator, shape, buckets, {name: made[name] for name in kept}
-        )
-    return path
+def store(
+    operator: str, rows: Sequence[dict[str, Any]], bounds: dict[str, dict[int, int | None]]
+) -> None:
+    """Keep the fastest configuration of every case that has one.
+
+    ``rows`` have the fastest first within a case; ``bounds`` holds the cases of each shape.
+    """
+    fastest: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        kept = {"config": row["config"], "median_us": row["median_us"]}
+        fastest.setdefault(row["shape"], {}).setdefault(row["size"], kept)
+    device, made = torch.cuda.get_device_name(), tuner_options.made()
+    for shape, winners in fastest.items():
+        buckets.keep(device, operator, shape, winners, bounds[shape], made)

@@ -17,7 +17,8 @@ for everything that is neither a letter nor a digit::
 
 ``<shape>`` is a string that the operator makes of what is fixed by the model, such as
 ``"E=896,k=16"``; ``up_to`` bounds what varies from call to call, the number of tokens. null has no
-bound.
+bound. A bucket may say more, which no call reads: the size it was ``measured_at``, its time, and
+its own ``provenance`` if an earlier run than the entry's measured it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["SCHEMA_VERSION", "device_file", "folder", "lookup", "pick", "store"]
+__all__ = ["SCHEMA_VERSION", "device_file", "folder", "lookup", "pick", "store", "stored"]
 
 SCHEMA_VERSION = 1
 
@@ -121,6 +122,19 @@ def _read(path: Path) -> dict[str, Any]:
             "with the constants chosen by rule."
         ) from error
     return dict(table)
+
+
+def stored(device_name: str, operator: str, shape: str) -> dict[str, Any] | None:
+    """Return a whole entry of a device's file: provenance and buckets, or None if there is none.
+
+    Raises
+    ------
+    ValueError
+        If the file is damaged.
+    """
+    path = folder() / device_file(device_name)
+    entry = _read(path)["operators"].get(operator, {}).get(shape) if path.exists() else None
+    return dict(entry) if entry else None
 
 
 def store(

@@ -205,7 +205,15 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--operators", "moe"], "no operator moe"), (["--cases", "T=3"], "no case T=3")],
+    [
+        (["--operators", "moe"], "no operator moe"),
+        (["--cases", "T=3"], "no case T=3"),
+        (["--peers", "torch,nope"], "--peers: no implementation nope; there are humming,"),
+        (["--peers", "ours"], "no implementation ours"),
+        (["--without", "nope"], "--without: no implementation nope; there are ours, humming,"),
+        (["--load", "/nope.json"], "--load: no file /nope.json"),
+        (["--resume"], "name it with --output FILE"),
+    ],
 )
 def test_a_wrong_choice_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
@@ -223,6 +231,46 @@ def test_without_a_gpu_the_record_is_shown(
     out = capsys.readouterr().out
     assert "needs a CUDA device" in out and "Recorded on NVIDIA H200" in out
     assert out.count("T=8192") == 1 and "pip install vllm fla-core humming-kernels" in out
+
+
+def test_blanks_between_names_do_not_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list", "--operators", "router, attnres8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines} == {"attnres8", "router"}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [["--output", "FILE"], ["--peers", "torch"], ["--without", "ours"], ["--warm"], ["--quick"],
+     ["--seed", "0"], ["--load", __file__], ["--output", "FILE", "--resume"]],
+)  # fmt: skip
+def test_without_a_gpu_nothing_is_pretended(
+    asked: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = tmp_path / "kernels.json"
+    assert command.main([str(path) if word == "FILE" else word for word in asked]) == 1
+    out = capsys.readouterr().out
+    options = ", ".join(word for word in asked if word.startswith("--"))
+    assert f"nothing was measured, and {options} had no effect" in out
+    assert "Recorded" not in out and not path.exists()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_record_says_if_its_kernels_were_others(
+    same: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = next(report.recorded())
+    then = result["provenance"]["sources_sha256"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(command, "source_hash", lambda: then if same else "0" * 64)
+    assert command.main(["--operators", "router"]) == 0
+    out = capsys.readouterr().out
+    told = f"Recorded on other sources ({then[:8]}) than those here (00000000)"
+    assert (told in out) is not same
 
 
 def test_the_interpreter_is_not_timed(

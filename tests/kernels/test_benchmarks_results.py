@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from benchmarks.registry import OURS, PEERS
 from benchmarks.rows import NOT_MEASURED, complete, make_row
 from benchmarks.timing import Timing
 
-from kimik3_lab.paths import data_dir
+from kimik3_lab.paths import data_dir, repository_dir
 
 RECORDED = data_dir() / "results" / "h200" / "kernels.json"
 
@@ -135,8 +138,34 @@ def test_the_table_shows_what_the_row_holds() -> None:
     assert len(report.header()) < 100
     missing = report.line(_row("attnres8", "T=1", {}, reasons={"ours": "broken"}))
     assert missing.endswith("(broken)")
-    rows = [row, _row("attnres8", "T=1", {"ours": 5.0, "vllm_triton": 7.0})]
-    assert report.summary(rows) == "1 of 2 goals met, 1 missed, 0 not measured"
+
+
+def test_the_summary_counts_every_row() -> None:
+    """Those without a goal as well, and a goal whose peer was not there."""
+    rows = [
+        _row("attnres8", "T=64", {"ours": 5.0, "vllm_triton": 9.5}),
+        _row("attnres8", "T=1", {"ours": 5.0, "vllm_triton": 7.0}),
+        _row("router", "T=1", {}),
+        _row("mla_decode", "B=1,T=1,L=8192", {}),
+    ]
+    expected = "1 of 3 goals met, 1 missed; 2 of 4 cases not measured"
+    assert report.summary(rows) == expected
+    lonely = _row("router", "T=16", {"ours": 3.0})
+    assert report.summary([*rows, lonely]) == (
+        "1 of 4 goals met, 1 missed; 2 of 5 cases not measured, 1 without the peer of the goal"
+    )
+
+
+def test_a_peer_quicker_than_those_of_the_goal_is_named() -> None:
+    times = {"ours": 200.0, "vllm_triton": 340.0, "fla": 330.0}
+    row = _row("kda_prefill", "H=12,8x1024", {**times, "flash_kda": 118.0})
+    assert row["goal_met"] and report.line(row).endswith("  met  quicker: flash_kda 0.59")
+    slower = _row("kda_prefill", "H=12,8x1024", {**times, "flash_kda": 335.0})
+    assert report.line(slower).endswith("  met")
+    # The peer of this goal is not there: what is slower than ours is no news, what is quicker is.
+    alone = _row("kda_prefill", "H=12,1x8192", {**times, "fla": 100.0})
+    assert report.line(alone).endswith("  quicker: fla 0.50")
+    assert "quicker" not in report.line(_row("kda_prefill", "H=12,1x8192", {"fla": 100.0}))
 
 
 def test_the_source_hash_follows_the_sources(tmp_path: Path, monkeypatch: Any) -> None:
@@ -151,6 +180,24 @@ def test_the_source_hash_follows_the_sources(tmp_path: Path, monkeypatch: Any) -
     second = source_hash()
     (folder / "a.py").rename(folder / "b.py")
     assert len({first, second, source_hash()}) == 3
+
+
+def test_a_command_is_the_real_one_without_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.machinery import ModuleSpec
+
+    from benchmarks import provenance
+
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    words = ["--cases", "mxfp4:tp8:1", "--output", "/home/me/out/a b.json", "--warm=/x/y", "../z"]
+    monkeypatch.setattr(sys, "argv", ["/home/me/benchmarks/tune_moe.py", *words])
+    options = "--cases mxfp4:tp8:1 --output 'a b.json' --warm=y ../z"
+    main.__spec__ = ModuleSpec("benchmarks.tune_moe", None)
+    assert provenance.command() == f"python -m benchmarks.tune_moe {options}"
+    main.__spec__ = ModuleSpec("benchmarks.__main__", None)
+    assert provenance.command() == f"python -m benchmarks {options}"
+    main.__spec__ = None  # a program that imports the benchmark
+    assert provenance.command() == f"python tune_moe.py {options}"
 
 
 def test_recorded_results_have_a_row_for_every_cell() -> None:
@@ -172,6 +219,22 @@ def test_recorded_results_have_a_row_for_every_cell() -> None:
     assert set(rows) == {(case.operator, case.name) for case in CASES}
     for case in CASES:
         _hold_together(rows[case.operator, case.name], case)
+
+
+def test_the_readme_names_the_peers_that_the_record_lacks() -> None:
+    result = json.loads(RECORDED.read_text(encoding="utf-8"))
+    known = {name for names in PEERS.values() for name in names}
+    missing = sorted(known - set(result["provenance"]["peers"]))
+    readme = (repository_dir() / "kernels" / "README.md").read_text(encoding="utf-8")
+    told = " and ".join(f"`{name}`" for name in missing)
+    assert f"had all of these but {told}.\n" in readme, f"the record has no {told}"
+
+
+def test_the_readme_names_a_tuner_of_every_stored_operator() -> None:
+    readme = (repository_dir() / "kernels" / "README.md").read_text(encoding="utf-8")
+    table = readme.split("### Tune")[1]
+    programs = {path.stem for path in Path(report.__file__).parent.glob("tune_*.py")}
+    assert programs == set(re.findall(r"`(tune_\w+)`", table))
 
 
 def _hold_together(row: dict[str, Any], case: Case) -> None:
