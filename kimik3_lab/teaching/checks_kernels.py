@@ -6,6 +6,7 @@ and what is wrong with it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -120,7 +121,7 @@ def _check_program(name: str, case: _Grouped, program: Callable[..., None]) -> N
 def _complain(name: str, block: int, expert: int, row: int, mine: list[int], pairs: int) -> None:
     where = f"{name}: block {block} of expert {expert}"
     if expert < 0:
-        raise AssertionError(f"{where} holds nothing, but row {row} of out was written")
+        raise AssertionError(f"{where} has nothing to do, but row {row} of out was written")
     if not 0 <= row < pairs:
         raise AssertionError(f"{where}: wrote outside of out, at row {row} of {pairs}")
     if row in mine:
@@ -134,6 +135,7 @@ def _grouped_cases() -> dict[str, _Grouped]:
     return {
         "7 tokens, 3 of 5 experts, blocks of 4": _cut(mixed, 4),
         "the same, with 2 blocks left over": _cut(mixed, 4, spare=2),
+        "expert 2 on another rank, padding of all sizes": _cut(mixed, 4, 1, elsewhere=2, steps=3),
         "every token to expert 4": _cut(torch.full((9, 1), 4), 4, spare=1),
         "runs of exactly one block": _cut(torch.tensor([[0, 3]] * 4), 4),
         "one token": _cut(torch.tensor([[2, 0]]), 8, spare=1),
@@ -141,8 +143,14 @@ def _grouped_cases() -> dict[str, _Grouped]:
     }
 
 
-def _cut(expert_ids: Tensor, block_m: int, spare: int = 0) -> _Grouped:
-    """Sort pairs by expert, fill up with the number of pairs, add ``spare`` blocks of expert -1."""
+def _cut(
+    expert_ids: Tensor, block_m: int, spare: int = 0, elsewhere: int | None = None, steps: int = 0
+) -> _Grouped:
+    """Sort pairs by expert, fill up with the number of pairs, add ``spare`` blocks of expert -1.
+
+    Blocks of the expert ``elsewhere`` keep their pairs and are called -1, as vLLM's dispatch calls
+    those of another rank. Every next padding is larger by ``steps``.
+    """
     flat = expert_ids.flatten().tolist()
     slots: list[int] = []
     experts: list[int] = []
@@ -150,8 +158,10 @@ def _cut(expert_ids: Tensor, block_m: int, spare: int = 0) -> _Grouped:
         run = [pair for pair, chosen in enumerate(flat) if chosen == expert]
         run += [len(flat)] * (-len(run) % block_m)
         slots += run
-        experts += [expert] * (len(run) // block_m)
+        experts += [-1 if expert == elsewhere else expert] * (len(run) // block_m)
     slots += [len(flat)] * (spare * block_m)
     experts += [-1] * spare
+    padding = itertools.count(len(flat), steps) if steps else itertools.repeat(len(flat))
+    slots = [next(padding) if slot == len(flat) else slot for slot in slots]
     as_ids = torch.tensor(slots, dtype=torch.int32), torch.tensor(experts, dtype=torch.int32)
     return _Grouped(*expert_ids.shape, *as_ids)

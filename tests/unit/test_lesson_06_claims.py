@@ -107,11 +107,19 @@ def test_an_export_costs_a_layer_what_a_second_call_costs(rows: list[Row]) -> No
     assert 0.95 * export < split < 1.05 * export
 
 
-def test_derived_numbers_in_its_prose() -> None:
+def prose() -> str:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    prose = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    return "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+
+
+def test_what_chunks_leave_to_gain(rows: list[Row]) -> None:
+    chunks, shipped = (us(rows, "prefill", rung=rung) for rung in ("chunks", "as_shipped"))
+    assert f"further ideas together are worth a factor of {chunks / shipped:.1f}" in prose()
+
+
+def test_derived_numbers_in_its_prose() -> None:
     state, record = 12 * 128 * 128 * 4, 12 * 128 * 8
     ratio = 10 * state / (3 * state + 13 * record)
-    assert f"{ratio:.1f} times fewer bytes" in prose
-    assert f"{2 * (3 + 2 + 1) * 12 * 128 + 2 * 12:,} bytes for each row and layer" in prose
-    assert f"{9 * state / 1e6:.1f} MB in a layer" in prose
+    assert f"{ratio:.1f} times fewer bytes" in prose()
+    assert f"{2 * (3 + 2 + 1) * 12 * 128 + 2 * 12:,} bytes for each row and layer" in prose()
+    assert f"{9 * state / 1e6:.1f} MB in a layer" in prose()
