@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kimik3_lab.commands._errors import CommandError
+from kimik3_lab.commands._presets import print_presets
 from kimik3_lab.serving.server.options import (
     API_KEY_VARIABLE,
     CHOICES,
@@ -41,7 +42,7 @@ def serve(
         str | None,
         _option(
             "Take what is not set here from a rung of the ladder, such as v0.27.1, "
-            "main-2026-09-13 or prefix-caching; a wrong name lists them all."
+            "main-2026-09-13 or prefix-caching; '?' lists them."
         ),
     ] = None,
     host: Annotated[str, _option("Address to listen on.", _ENDPOINT)] = _DEFAULTS.host,
@@ -129,7 +130,10 @@ def serve(
     max_model_len: Annotated[
         int | None,
         _option(
-            "Tokens of prompt and answer.", _CACHE, min=1, show_default="the model's, at most 2048"
+            "Tokens of prompt and answer.",
+            _CACHE,
+            min=1,
+            show_default="the model's, at most 2048 and what the blocks hold",
         ),
     ] = None,
     num_blocks: Annotated[
@@ -194,7 +198,12 @@ def serve(
         _Choice.draft_sample_method, _option("How the drafter chooses.", _SPECULATION)
     ] = _DEFAULTS.draft_sample_method,
     rejection_sample_method: Annotated[
-        _Choice.rejection_sample_method, _option("What is kept of a draft.", _SPECULATION)
+        _Choice.rejection_sample_method,
+        _option(
+            "What is kept of a draft. If drafts are drawn, a seed gives the same text under any "
+            "load only with coupled.",
+            _SPECULATION,
+        ),
     ] = _DEFAULTS.rejection_sample_method,
     backend: Annotated[
         _Choice.backend, _option("Whose operations compute the model.", _EXECUTION)
@@ -243,7 +252,12 @@ def serve(
 
     Options of the scheduler, the cache, speculation and execution are the
     switches of the lessons: each changes what a step costs, and no token.
+    Two do change tokens: the number format, and drafts that are drawn
+    (--draft-sample-method probabilistic) without the rule "coupled".
     """
+    if preset == "?":
+        print_presets()
+        return
     from kimik3_lab.paths import default_model_dir
 
     given = {
@@ -256,6 +270,10 @@ def serve(
     given["api_key"] = api_key or None  # a variable that is set to nothing
     try:
         options = ServeOptions(**given)
+        if preset is not None:
+            from kimik3_lab.serving.server.engine_settings import find_preset
+
+            find_preset(preset)  # a wrong name is told before anything is loaded
         from kimik3_lab.serving.server.launch import run
 
         run(options, ready_file=ready_file, stop_when_stdin_closes=stop_when_stdin_closes)

@@ -2,7 +2,8 @@
 
 Needs the standard library only. The server turns the message into an HTTP 400 (lesson 10). vLLM
 refuses too long prompts in ``vllm/v1/engine/input_processor.py`` and, at start-up, a cache that
-cannot hold ``max_model_len`` tokens; here a small cache is allowed, so each request is checked.
+cannot hold ``max_model_len`` tokens; here a small cache is allowed (``k3lab serve`` refuses
+one), so each request is checked.
 """
 
 from __future__ import annotations

@@ -130,16 +130,21 @@ def compare(before: Served, after: Served) -> dict[str, tuple[int, int]]:
     Raises
     ------
     AssertionError
-        If it changed a token too; the message names the first.
+        If it changed a token too, or how many there are; the message names the first place.
 
     Examples
     --------
     >>> compare(Served(((1,),), {"forwards": 4}), Served(((1,),), {"forwards": 2}))
     {'forwards': (4, 2)}
     """
+    was, now = len(before.token_ids), len(after.token_ids)
+    assert was == now, f"there were {was} requests and are {now}"
     for number, (one, other) in enumerate(zip(before.token_ids, after.token_ids, strict=True)):
-        for place, (a, b) in enumerate(zip(one, other, strict=True)):
+        for place, (a, b) in enumerate(zip(one, other, strict=False)):
             assert a == b, f"request {number}: token {place} was {a} and is {b}"
+        assert len(one) == len(other), (
+            f"request {number}: there were {len(one)} tokens and are {len(other)}"
+        )
     return {
         name: (before.counts[name], after.counts[name])
         for name in before.counts

@@ -80,7 +80,7 @@ def test_what_only_tells(schema: Any, path: str) -> None:
 def test_the_description_is_whole_and_valid(end: Endpoint) -> None:
     description = httpx.get(end.url + "/openapi.json").json()
     assert set(description["paths"]) == {*GENERATING, "/health", "/version", "/metrics",
-                                         "/v1/models"}  # fmt: skip
+                                         "/v1/models", "/v1/models/{name}"}  # fmt: skip
     text = json.dumps(description["paths"]["/v1/completions"]["post"])
     for status in (200, 400, 401, 404, 413, 429, 500, 503):
         assert f'"{status}"' in text

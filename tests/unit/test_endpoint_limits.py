@@ -26,8 +26,8 @@ def test_a_shutdown_finishes_or_cleanly_ends_every_answer() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"prompt": ["a"] * 1025}, "at most 1024 prompts, got 1025"),
-        ({"stop": ["x"] * 33}, "at most 32 stop strings, got 33"),
+        ({"prompt": ["a"] * 1025}, "1025 prompts are more than 1024, got"),
+        ({"stop": ["x"] * 33}, "33 stop strings are more than 32, got"),
         ({"n": 129}, "less than or equal to 128"),
         ({"logprobs": 21}, "less than or equal to 20"),
         ({"top_k": -2}, "greater than or equal to -1"),

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import endpoint_checks as checks
+import pytest
 from endpoint_support import COMPLETIONS, endpoint, talk
 from server_support import EchoExecutor, SlowExecutor, http
 
 from kimik3_lab.serving.engine import EngineStats
-from kimik3_lab.serving.outputs import SchedulerStats
+from kimik3_lab.serving.outputs import EngineCoreOutput, SchedulerStats
+from kimik3_lab.serving.request import Request, RequestStatus, SamplingParams
 from kimik3_lab.serving.server.metrics import ServerMetrics
 from kimik3_lab.serving.spec_decode import SpecDecodingStats
 
@@ -91,8 +93,8 @@ def test_counts_of_a_known_load() -> None:
     assert values["vllm:prompt_tokens_total"] == 3 + 2 * (1 + 4) + 2
     stopped = values["vllm:generation_tokens_total"] - 5 - 4 * 9
     assert 3 <= stopped <= 50  # the engine goes on until it hears of the stop string
-    assert values["vllm:request_success_total:length"] == 1 + 4 + (stopped == 50)
-    assert values["vllm:request_success_total:stop"] == (stopped < 50)
+    assert values["vllm:request_success_total:length"] == 1 + 4
+    assert values["vllm:request_success_total:stop"] == 1
     assert values["vllm:request_params_n_sum"] == 1 + 2 + 2 + 1
     assert values["vllm:request_params_n_count"] == 4
     assert values["vllm:request_params_max_tokens_sum"] == 5 + 4 * 9 + 50
@@ -102,6 +104,54 @@ def test_counts_of_a_known_load() -> None:
     )
     assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == 0
     assert values["k3lab:scheduled_tokens_total"] > 0
+
+
+@pytest.mark.parametrize("max_tokens", [2000, 4])
+def test_a_stop_string_counts_as_the_client_is_told(max_tokens: int) -> None:
+    """Whether the engine runs on for long when the text ends, or ends by length at once."""
+    end = endpoint(SlowExecutor(), max_model_len=2048)
+    body = {"prompt": "abc", "max_tokens": max_tokens, "stop": "ca"}
+
+    async def conversation() -> tuple[dict[str, int], dict[str, float]]:
+        async with http(end.app) as client:
+            answer = (await client.post(COMPLETIONS, json=body)).json()
+            assert answer["choices"][0]["text"] == "ab"
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            while not (values := end.metrics((await client.get("/metrics")).text))[
+                "vllm:request_success_total:stop"
+            ]:
+                await asyncio.sleep(0.01)
+            return answer["usage"], values
+
+    usage, values = talk(conversation(), 20)
+    assert usage["completion_tokens"] == 4
+    assert values["vllm:request_success_total:length"] == 0
+    assert values["vllm:request_success_total:abort"] == 0
+    assert values["vllm:request_prompt_tokens_sum"] == 3
+    assert values["vllm:request_generation_tokens_sum"] == 4
+    for name in ("e2e_request_latency", "request_queue_time", "request_inference_time",
+                 "request_prefill_time", "request_decode_time",
+                 "request_time_per_output_token"):  # fmt: skip
+        assert values[f"vllm:{name}_seconds_count"] == 1, name
+    decode = values["vllm:request_decode_time_seconds_sum"]
+    assert 3 * 0.01 <= decode <= values["vllm:e2e_request_latency_seconds_sum"]
+
+
+def test_a_client_that_leaves_a_finished_answer_unread_counts_as_the_engine_ended_it() -> None:
+    metrics = ServerMetrics("tiny", 64)
+    for name, told in (("a", True), ("b", False)):
+        request = Request(name, [5, 6], SamplingParams(max_tokens=1), arrival_time=1.0)
+        metrics.request_added(request, text_may_end_first=True)
+        request.status = RequestStatus.RUNNING
+        metrics.step_ended(2.0, 3.0, [EngineCoreOutput(name, [7], "length")])
+        if told:
+            metrics.request_ended(name, "length", 3.5, 1)
+        metrics.request_ended(name, "abort", 9.0)  # twice does no harm
+    values = checks.Endpoint.metrics(None, metrics.text())
+    assert values["vllm:request_success_total:length"] == 2
+    assert values["vllm:request_success_total:abort"] == 0
+    assert values["vllm:e2e_request_latency_seconds_sum"] == 2 * (3.0 - 1.0)
+    assert values["vllm:request_generation_tokens_sum"] == 2
 
 
 def test_times_add_up() -> None:

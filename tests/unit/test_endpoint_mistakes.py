@@ -94,7 +94,7 @@ def aborted_requests_are_not_counted(patch: Patch) -> None:
     patch.setattr(
         metrics.ServerMetrics,
         "request_ended",
-        lambda self, name, reason: self._progress.pop(name, None),
+        lambda self, name, *_: self._progress.pop(name, None),
     )
 
 

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from kimik3_lab.paths import default_model_dir
+from kimik3_lab.serving import Request, SamplingParams
 from kimik3_lab.serving.server import (
     RunningServer,
     ServeOptions,
@@ -56,6 +57,14 @@ def stream_texts(response: httpx.Response) -> tuple[list[str], str | None]:
                 texts.append(choice["text"])
                 reason = choice["finish_reason"]
     return texts, reason
+
+
+def test_a_wrong_preset_is_told_before_anything_is_loaded() -> None:
+    ended = subprocess.run(
+        [*SERVE, "--preset", "nope"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "preset must be one of v0.27.1, " in ended.stderr
 
 
 def test_what_a_killed_notebook_left_is_removed(
@@ -246,6 +255,14 @@ def test_broken_weights(tmp_path, damage: str) -> None:
         ({"max_model_len": 4096}, "more than the model's max_position_embeddings=2048"),
         ({"num_blocks": 1}, "num_blocks must be at least 2"),
         ({"host": "no.such.host.invalid"}, "cannot listen on host"),
+        ({"host": "192.0.2.1"}, "This machine has no such address: leave --host out"),
+        ({"device": "nope"}, "--device 'nope' is no device of PyTorch: expected cpu, cuda or"),
+        ({"device": "meta"}, "--device 'meta' cannot be used here"),
+        (
+            {"max_model_len": 2048, "num_blocks": 65},
+            "lower max_model_len to at most 1025, or raise",
+        ),
+        ({"num_blocks": 2, "enable_prefix_caching": True}, "cannot hold even two tokens: raise"),
         ({"num_blocks": 10**9}, "lower num_blocks"),
     ],
 )
@@ -260,11 +277,37 @@ def test_settings_that_do_not_fit(settings: dict[str, object], words: str) -> No
         ({"port": 70000}, "port must lie between 0 and 65535"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
         ({"shutdown_timeout": -1.0}, "shutdown_timeout must be 0 or more"),
+        ({"api_key": "schlüssel"}, "api_key must be printable ASCII"),
+        ({"api_key": "two\nlines"}, "api_key must be printable ASCII"),
+        ({"api_key": "key "}, "without a blank at either end"),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ServeOptions(model=MODEL, **settings)
+
+
+def test_a_device_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def zeros(*_: object, device: torch.device) -> torch.Tensor:
+        raise AssertionError("Torch not compiled with CUDA enabled\nmore")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    message = refusal(MODEL, device="cuda")
+    assert "--device 'cuda' cannot be used here: Torch not compiled with CUDA enabled." in message
+
+
+def test_a_small_cache_is_served_as_far_as_it_goes(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever asks for no length gets what the blocks hold, and is told."""
+    served = build_engine(ServeOptions(model=MODEL, num_blocks=65, max_num_seqs=2, threads=1))
+    assert served.max_model_len == 64 * 16 + 1  # the last token is not computed, so not kept
+    assert "max_model_len is 1025 and not 2048" in caplog.text
+    assert "raise num_blocks to at least 129" in caplog.text
+    served.engine.add_request(Request("longest", [5] * 1000, SamplingParams(max_tokens=25)))
+    caplog.clear()
+    served = build_engine(ServeOptions(model=MODEL, num_blocks=129, max_num_seqs=2, threads=1))
+    assert served.max_model_len == 2048 and not caplog.text
 
 
 def test_a_port_in_use_is_one_line_and_status_1() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_support import BOS, EchoExecutor, byte_tokenizer, echo_app, post, run
+from server_support import BOS, CHAT_TEMPLATE, EchoExecutor, byte_tokenizer, echo_app, post, run
 
 from kimik3_lab.serving import CacheConfig, Engine, Scheduler, SchedulerConfig
 from kimik3_lab.serving.server import AsyncEngine, Tokenizer, build_app
@@ -175,7 +175,9 @@ def test_what_only_the_engine_can_refuse() -> None:
     app = build_app(AsyncEngine(Engine(scheduler, EchoExecutor())), byte_tokenizer(), "echo", 64)
     response = post(app, COMPLETIONS, {"prompt": ["abc", "a" * 50]})
     assert response.status_code == 400
-    assert "need 4 blocks" in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert "need 4 blocks" in error["message"] and "cmpl-" not in error["message"]
+    assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
     assert not scheduler.requests  # the first prompt of the refused request is gone as well
 
 
@@ -190,9 +192,37 @@ def test_an_unknown_path_or_method(method: str, path: str, status: int) -> None:
 
 
 def test_fields_it_does_not_know_are_ignored() -> None:
-    extra = {"user": "me", "top_k": 5, "frequency_penalty": 0.5, "store": {"deep": [1]}}
+    extra = {"user": "me", "top_k": 5, "service_tier": "auto", "store": {"deep": [1]}}
     response = post(echo_app(), COMPLETIONS, {**GOOD, **extra})
     assert response.json()["choices"][0]["text"] == "abca"
+
+
+UNSUPPORTED = {
+    "logit_bias": ([{}], {"5": 100}),
+    "presence_penalty": ([0, 0.0], 0.5),
+    "frequency_penalty": ([0, 0.0], -0.5),
+    "suffix": ([""], "end"),
+    "response_format": ([{"type": "text"}], {"type": "json_object"}),
+    "tool_choice": (["none", "auto"], "required"),
+    "repetition_penalty": ([1, 1.0], 1.1),  # 1.0 comes with all of ``vllm bench serve``
+    "min_tokens": ([0], 4),
+    "stop_token_ids": ([[]], [5]),
+    "bad_words": ([[]], ["no"]),
+    "allowed_token_ids": ([], [5]),
+    "structured_outputs": ([], {"regex": "a*"}),
+}
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_what_would_change_the_answer_is_refused_and_what_asks_for_nothing_is_not(
+    field: str,
+) -> None:
+    neutral, value = UNSUPPORTED[field]
+    message = refuse(COMPLETIONS, {**GOOD, field: value}, param=field)
+    assert message.startswith(f"{field}: this server supports only ")
+    assert field in refuse(CHAT, {"messages": HELLO, field: value}, param=field)
+    for nothing in [*neutral, None]:
+        assert post(echo_app(), COMPLETIONS, {**GOOD, field: nothing}).status_code == 200
 
 
 def test_null_means_left_out() -> None:
@@ -255,6 +285,20 @@ def test_a_chat_without_a_limit_fills_the_context_and_a_completion_takes_16() ->
     assert completion["usage"]["completion_tokens"] == 16
 
 
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [(CHAT_TEMPLATE, "system"), (CHAT_TEMPLATE + "{# developer #}", "developer")],
+)
+def test_a_developer_is_the_system_unless_the_template_knows_better(
+    template: str, role: str
+) -> None:
+    tokenizer = Tokenizer(byte_tokenizer()._backend, {"chat_template": template})
+    messages = [{"role": "developer", "content": "be brief"}, *HELLO]
+    body = {"messages": messages, "max_tokens": len(role)}
+    answer = post(echo_app(tokenizer=tokenizer), CHAT, body).json()
+    assert answer["choices"][0]["message"]["content"] == role
+
+
 def test_a_model_without_a_chat_template() -> None:
     app = echo_app(tokenizer=Tokenizer(byte_tokenizer()._backend, {}))
     response = post(app, CHAT, {"messages": HELLO})
@@ -267,6 +311,9 @@ def test_health_models_and_documentation() -> None:
         assert (await client.get("/health")).status_code == 200
         (model,) = (await client.get("/v1/models")).json()["data"]
         assert (model["id"], model["root"], model["max_model_len"]) == ("echo", "here", 256)
+        assert (await client.get("/v1/models/echo")).json() == model
+        other = await client.get("/v1/models/org/other")
+        assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
         paths = (await client.get("/openapi.json")).json()["paths"]
         assert "$ref" not in json.dumps(paths[CHAT]["post"]["requestBody"])
 

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from kimik3_lab import __version__
 from kimik3_lab.serving.server.async_engine import AsyncEngine
 from kimik3_lab.serving.server.authentication import RequireAPIKey
-from kimik3_lab.serving.server.bodies import documented_body, read_body
+from kimik3_lab.serving.server.bodies import check_model_name, documented_body, read_body
 from kimik3_lab.serving.server.errors import APIError
 from kimik3_lab.serving.server.generation import Generator
 from kimik3_lab.serving.server.generation_config import GenerationConfig
@@ -33,6 +33,9 @@ from kimik3_lab.serving.server.streaming import CLIENT_LEFT, respond
 from kimik3_lab.serving.server.tokenizer import Tokenizer
 
 __all__ = ["build_app"]
+
+#: Seconds that the engine's thread gets to end the step that it is in.
+_STOP_TIMEOUT = 10.0
 
 
 def build_app(
@@ -71,8 +74,8 @@ def build_app(
     Returns
     -------
     FastAPI
-        With ``/health``, ``/version``, ``/metrics``, ``/v1/models``, ``/v1/completions`` and
-        ``/v1/chat/completions``.
+        With ``/health``, ``/version``, ``/metrics``, ``/v1/models`` (and one of them by name),
+        ``/v1/completions`` and ``/v1/chat/completions``.
     """
     if defaults is None:
         defaults = GenerationConfig.from_dict({}, eos_token_id=tokenizer.eos_token_id)
@@ -85,13 +88,12 @@ def build_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine_client.start()
         yield
-        await engine_client.stop()
+        await engine_client.stop(_STOP_TIMEOUT)
 
     app = FastAPI(title="Kimi K3 Serving Lab", version=__version__, lifespan=lifespan)
     _answer_errors_as_openai_does(app)
     if api_key is not None:
         app.add_middleware(RequireAPIKey, api_key=api_key)
-    started = int(time.time())
 
     @app.get("/health", response_class=Response, responses={503: ERRORS[503]})
     async def health() -> Response:
@@ -112,19 +114,26 @@ def build_app(
         """Write the counters for Prometheus."""
         return Response(metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
+    model_card = {
+        "id": model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "kimik3-lab",
+        "root": model_root or model_name,
+        "parent": None,
+        "max_model_len": max_model_len,
+    }
+
     @app.get("/v1/models", responses={401: ERRORS[401]})
     async def models() -> dict[str, Any]:
         """List the one model that is served."""
-        model = {
-            "id": model_name,
-            "object": "model",
-            "created": started,
-            "owned_by": "kimik3-lab",
-            "root": model_root or model_name,
-            "parent": None,
-            "max_model_len": max_model_len,
-        }
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [model_card]}
+
+    @app.get("/v1/models/{name:path}", responses={401: ERRORS[401], 404: ERRORS[404]})
+    async def model(name: str) -> dict[str, Any]:
+        """Describe a model; a name may have slashes."""
+        check_model_name(name, model_name)
+        return model_card
 
     @app.post(
         "/v1/completions",

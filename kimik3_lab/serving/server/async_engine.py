@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 __all__ = ["AsyncEngine"]
 
 logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at whether the engine's thread is done with something.
+_POLL = 0.02
 
 
 class AsyncEngine:
@@ -126,8 +130,18 @@ class AsyncEngine:
                 f"max_num_queued_reqs={limit}: try again later"
             )
 
-    async def submit(self, requests: Sequence[Request]) -> OutputStream:
+    async def submit(
+        self, requests: Sequence[Request], *, text_may_end_first: bool = False
+    ) -> OutputStream:
         """Hand requests to the engine, all or none.
+
+        Parameters
+        ----------
+        requests
+            What to run.
+        text_may_end_first
+            The reader looks for stop strings: it calls :meth:`.OutputStream.end` for each request,
+            and the observer counts it only then.
 
         Raises
         ------
@@ -139,7 +153,7 @@ class AsyncEngine:
         self.check_admission(len(requests))
         names = [request.request_id for request in requests]
         self._in_flight.update(names)
-        stream = OutputStream(self, names)
+        stream = OutputStream(self, names, text_may_end_first=text_may_end_first)
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open.add(stream)
         self._inbox.put(lambda: self._add(requests, stream, accepted))
@@ -157,22 +171,43 @@ class AsyncEngine:
     async def drain(self, timeout: float = 0.0) -> None:
         """Take no more requests, give running ones ``timeout`` seconds to finish, abort the rest.
 
-        An aborted request ends with the finish reason ``"abort"``. Call it again, from another
-        coroutine and with 0, to stop waiting.
+        An aborted request ends with the finish reason ``"abort"``; its stream has that news when
+        this returns, which is after the step that the engine may be in. Call it again, from another
+        coroutine and with 0, to stop waiting for requests.
         """
         self._accepting = False
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while self._open and self.is_running and loop.time() < deadline:
-            await asyncio.sleep(0.02)
-        self._inbox.put(self._abort_all)
+            await asyncio.sleep(_POLL)
+        delivered = asyncio.Event()
 
-    async def stop(self) -> None:
-        """End the engine's thread, after the step that it may be in."""
+        def abort_all() -> None:
+            self._abort_all()
+            self._call_in_loop(delivered.set)  # behind the news
+
+        self._inbox.put(abort_all)
+        while self.is_running and not delivered.is_set():
+            await asyncio.sleep(_POLL)
+
+    async def stop(self, timeout: float = math.inf) -> bool:
+        """End the engine's thread, after the step that it may be in.
+
+        Returns
+        -------
+        bool
+            Whether it has ended; it has not if that step takes more than ``timeout`` seconds.
+        """
         self._accepting = False
-        if self._thread is not None:
-            self._inbox.put(self._request_stop)
-            await asyncio.to_thread(self._thread.join)
+        if self._thread is None:
+            return True
+        self._inbox.put(self._request_stop)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        # Not thread.join in a thread of its own: that one could not be left behind.
+        while self._thread.is_alive() and loop.time() < deadline:
+            await asyncio.sleep(_POLL)
+        return not self._thread.is_alive()
 
     def _check_running(self) -> None:
         if self._error is not None:
@@ -184,10 +219,13 @@ class AsyncEngine:
         if not self.is_running:
             raise EngineDeadError("the engine is not running: call start() first")
 
-    def abort(self, request_ids: Sequence[str], *, reason: str) -> None:
-        """Stop requests early; they count as ended for ``reason``."""
+    def abort(
+        self, request_ids: Sequence[str], *, reason: str, num_tokens: int | None = None
+    ) -> None:
+        """Stop requests early; they count as ended for ``reason``, after ``num_tokens`` tokens."""
         self._in_flight.difference_update(request_ids)
-        self._inbox.put(lambda: self._drop(request_ids, reason))
+        now = time.monotonic()
+        self._inbox.put(lambda: self._drop(request_ids, reason, now, num_tokens))
 
     def forget(self, stream: OutputStream) -> None:
         """Wait for ``stream`` no longer when draining."""
@@ -259,7 +297,7 @@ class AsyncEngine:
             self._drop([request.request_id for request in requests], None)
         elif self.observer is not None:
             for request in requests:
-                self.observer.request_added(request)
+                self.observer.request_added(request, text_may_end_first=stream.text_may_end_first)
 
         def answer() -> None:
             if accepted.done():  # the client has gone meanwhile
@@ -271,13 +309,20 @@ class AsyncEngine:
 
         self._call_in_loop(answer)
 
-    def _drop(self, request_ids: Sequence[str], reason: str | None) -> None:
+    def _drop(
+        self,
+        request_ids: Sequence[str],
+        reason: str | None,
+        ended: float | None = None,
+        num_tokens: int | None = None,
+    ) -> None:
         """Take requests from the engine; without a ``reason`` they never counted as added."""
         for request_id in request_ids:
             if self._streams.pop(request_id, None) is not None:
                 self._engine.abort(request_id)
-                if reason is not None and self.observer is not None:
-                    self.observer.request_ended(request_id, reason)
+            if reason is not None and self.observer is not None:
+                now = time.monotonic() if ended is None else ended
+                self.observer.request_ended(request_id, reason, now, num_tokens)
 
     def _abort_all(self) -> None:
         running = list(self._streams.items())

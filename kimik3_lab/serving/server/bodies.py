@@ -8,6 +8,7 @@ on a content type that ``curl -d`` does not send, and answer a mistake in a form
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from starlette.requests import Request
 from kimik3_lab.serving.server.errors import APIError, from_validation_error
 from kimik3_lab.serving.server.protocol import GenerationFields
 
-__all__ = ["documented_body", "inline_schema", "read_body"]
+__all__ = ["check_model_name", "documented_body", "inline_schema", "read_body"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ _Body = TypeVar("_Body", bound=GenerationFields)
 #: Bytes behind the limit that are read and thrown away. A client sends its whole body before it
 #: looks for an answer; hung up on in between, most report a broken connection and not the 413.
 _PATIENCE = 32 * 2**20
+#: Bytes from which on a body is checked beside the event loop, so that running streams go on.
+_LONG_BODY = 2**16
 
 
 async def read_body(
@@ -40,20 +43,33 @@ async def read_body(
         wants another model.
     """
     content = await _read(request, max_request_bytes)
-    try:
-        body = kind.model_validate_json(content)
-    except ValidationError as error:
-        raise from_validation_error(error) from error
-    if body.model is not None and body.model != model_name:
-        raise APIError(
-            404,
-            f"no model {body.model!a} here, this server has {model_name!a}",
-            param="model",
-            code="model_not_found",
-        )
+    if len(content) > _LONG_BODY:
+        body = await asyncio.to_thread(_check, content, kind)
+    else:
+        body = _check(content, kind)
+    if body.model is not None:
+        check_model_name(body.model, model_name)
     if body.ignored_fields:
         logger.debug("fields ignored: %s", ", ".join(map(ascii, body.ignored_fields)))
     return body
+
+
+def check_model_name(asked: str, model_name: str) -> None:
+    """Answer 404 to a request for a model that is not served."""
+    if asked != model_name:
+        raise APIError(
+            404,
+            f"no model {asked!a} here, this server has {model_name!a}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _check(content: bytes, kind: type[_Body]) -> _Body:
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        raise from_validation_error(error) from error
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -44,7 +44,7 @@ def build_executor(options: ServeOptions, settings: EngineSettings) -> Executor:
     Raises
     ------
     ServerStartError
-        If the weights cannot be used or there is no memory.
+        If the weights or the device cannot be used or there is no memory.
     """
     import torch
 
@@ -53,6 +53,7 @@ def build_executor(options: ServeOptions, settings: EngineSettings) -> Executor:
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    _check_device(options.device)
     folder, dtype = Path(options.model), getattr(torch, options.dtype)
     try:
         model = checkpoint.load(folder, dtype=dtype)
@@ -89,6 +90,27 @@ def build_executor(options: ServeOptions, settings: EngineSettings) -> Executor:
     except ValueError as error:
         raise ServerStartError(f"cannot serve {folder} so: {error}") from error
     return executor
+
+
+def _check_device(device: str | None) -> None:
+    """Refuse a device that PyTorch does not know, or that this machine does not have."""
+    import torch
+
+    if device is None:
+        return
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ServerStartError(
+            f"--device {device!r} is no device of PyTorch: expected cpu, cuda or cuda:0"
+        ) from error
+    try:
+        torch.zeros(1, device=place).item()  # some know only when they compute
+    except Exception as error:  # AssertionError, RuntimeError and others, by device
+        reason = str(error).partition("\n")[0]
+        raise ServerStartError(
+            f"--device {device!r} cannot be used here: {reason}. Leave it out to compute on the CPU"
+        ) from error
 
 
 def _execution(options: ServeOptions, settings: EngineSettings) -> ExecutionConfig:

@@ -64,11 +64,21 @@ class EngineObserver(Protocol):
     def request_rejected(self, num_requests: int) -> None:
         """Note that there was no room for so many requests."""
 
-    def request_added(self, request: Request) -> None:
-        """Note that the engine has taken a request."""
+    def request_added(self, request: Request, *, text_may_end_first: bool = False) -> None:
+        """Note that the engine has taken a request.
 
-    def request_ended(self, request_id: str, reason: str) -> None:
-        """Note that a request was ended from outside, or by a failed step."""
+        One whose text may end first, at a stop string, is over when :meth:`request_ended` says so,
+        also if the engine has ended it before.
+        """
+
+    def request_ended(
+        self, request_id: str, reason: str, ended: float, num_tokens: int | None = None
+    ) -> None:
+        """Note that a request was ended from outside, or by a failed step.
+
+        The engine may have ended it meanwhile. ``num_tokens`` is what the client got, if the
+        answer is complete: fewer than the engine made when a stop string cut the text.
+        """
 
     def step_ended(self, began: float, ended: float, outputs: Sequence[EngineCoreOutput]) -> None:
         """Note that a step has run and what came out."""

@@ -11,7 +11,9 @@ model that is served instead, and the length of a draft is at most the drafter's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kimik3_lab.serving.config import CacheConfig, SchedulerConfig
@@ -21,6 +23,8 @@ from kimik3_lab.serving.presets import LADDER, Preset
 from kimik3_lab.serving.server.options import ServeOptions
 
 __all__ = ["EngineSettings", "find_preset", "preset_names"]
+
+logger = logging.getLogger(__name__)
 
 #: Fields of the two configurations that an option of the same name sets.
 _SCHEDULER_SWITCHES = (
@@ -72,7 +76,8 @@ class EngineSettings:
     Attributes
     ----------
     scheduler, cache
-        The two configurations.
+        The two configurations. ``scheduler.max_model_len`` is what is served: less than was worked
+        out from the model if ``num_blocks`` holds less.
     preset
         Where unset switches came from, if it was asked for.
     """
@@ -97,7 +102,8 @@ class EngineSettings:
         options
             The switches.
         max_model_len
-            Longest prompt and answer together.
+            Longest prompt and answer together. If ``options`` leave it open, it is lowered to what
+            ``num_blocks`` hold.
         num_layers
             Layers of each kind, ``{"mla": ..., "kda": ...}``.
         most_draft_tokens
@@ -106,13 +112,14 @@ class EngineSettings:
         Raises
         ------
         ValueError
-            If the switches contradict each other or the model.
+            If the switches contradict each other or the model, or ``num_blocks`` cannot hold one
+            sequence of the length that was asked for.
         """
         preset = None if options.preset is None else find_preset(options.preset)
         num_drafts = _draft_length(options, preset, most_draft_tokens)
         scheduler = _scheduler_config(options, preset, max_model_len, num_drafts)
         cache = _cache_config(options, preset, scheduler, num_layers)
-        return cls(scheduler, cache, preset)
+        return cls(_fit(options, scheduler, cache), cache, preset)
 
 
 def _draft_length(options: ServeOptions, preset: Preset | None, most: int) -> int:
@@ -174,6 +181,41 @@ def _cache_config(
             per_sequence += config.num_groups
         num_blocks = scheduler.max_num_seqs * per_sequence + 1  # block 0 is never handed out
     return CacheConfig(num_blocks=num_blocks, **fields)
+
+
+def _fit(options: ServeOptions, scheduler: SchedulerConfig, cache: CacheConfig) -> SchedulerConfig:
+    """See that the longest sequence fits into the cache if it is alone.
+
+    vLLM, too, does not start otherwise, and names the length that fits; ``--max-model-len auto``
+    takes it (``check_enough_kv_cache_memory`` and ``_auto_fit_max_model_len`` in
+    ``vllm/v1/core/kv_cache_utils.py``). A server that started anyway would look healthy and refuse
+    every chat that does not limit its answer.
+    """
+
+    def blocks(length: int) -> int:  # as each request is checked, see serving.admission
+        slots = min(length - 1 + scheduler.num_lookahead_tokens, length)
+        total = blocks_per_request(cache, slots, scheduler.num_speculative_tokens).total
+        return total + (cache.num_groups if cache.partial_hash_hits else 0)
+
+    asked, usable = scheduler.max_model_len, cache.num_usable_blocks
+    longest = bisect_right(range(1, asked + 1), usable, key=blocks)
+    if longest == asked:
+        return scheduler
+    enough = f"raise num_blocks to at least {blocks(asked) + 1}"
+    if longest < 2:
+        raise ValueError(f"num_blocks={cache.num_blocks} cannot hold even two tokens: {enough}")
+    if options.max_model_len is not None:
+        raise ValueError(
+            f"max_model_len={asked} needs {blocks(asked)} blocks and num_blocks="
+            f"{cache.num_blocks} has {usable} to hand out: lower max_model_len to at most "
+            f"{longest}, or {enough}"
+        )
+    logger.warning(
+        "num_blocks=%d is enough for a sequence of %d tokens: max_model_len is %d and not %d. For "
+        "that, %s",
+        *(cache.num_blocks, longest, longest, asked, enough),
+    )
+    return replace(scheduler, max_model_len=longest)
 
 
 def _given(options: ServeOptions, names: tuple[str, ...]) -> dict[str, Any]:

@@ -23,6 +23,9 @@ _JSON_TYPES = {
 }
 
 
+#: Findings about one body that are written down: a list may be wrong in each of its thousands.
+_MOST_FINDINGS = 10
+
 #: What OpenAI calls a failure; all others are ``server_error`` or ``invalid_request_error``.
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -88,8 +91,11 @@ def from_validation_error(error: ValidationError) -> APIError:
     max_tokens should be a valid integer, got "many" (a string)
     """
     findings = error.errors(include_url=False, include_context=False)
-    fields = [_field_name(finding["loc"]) for finding in findings]
-    messages = [_describe(*pair) for pair in zip(fields, findings, strict=True)]
+    shown = findings[:_MOST_FINDINGS]
+    fields = [_field_name(finding["loc"]) for finding in shown]
+    messages = [_describe(*pair) for pair in zip(fields, shown, strict=True)]
+    if more := len(findings) - len(shown):
+        messages.append(f"and {more} more")
     return APIError(400, "; ".join(messages), param=fields[0] or None)
 
 
@@ -117,7 +123,8 @@ def _describe(field: str, finding: Any) -> str:
 
 def _show(value: object) -> str:
     """Show a value as JSON: ASCII only and short, so that any answer that holds it can be sent."""
-    text = json.dumps(value, default=repr)
+    start = value[:100] if isinstance(value, str | list) else value  # it is cut below anyway
+    text = json.dumps(start, default=repr)
     if len(text) > 80:
         text = text[:77] + "..."
     kind = _JSON_TYPES.get(type(value))

@@ -88,8 +88,11 @@ class Generation:
                 for count, delta in enumerate(text.add(output), start=1):
                     _check_end(delta)
                     if delta.finish_reason is not None:
-                        # A stop string ends the text before the engine knows of it.
-                        self.stream.abort(output.request_id, reason=delta.finish_reason)
+                        self.stream.end(
+                            output.request_id,
+                            reason=delta.finish_reason,
+                            num_tokens=text.num_tokens,
+                        )
                     yield delta
                     if count % _BURST == 0:  # a reader who was slow has many to catch up with
                         await asyncio.sleep(0)
@@ -132,9 +135,7 @@ def _refusal(error: Exception) -> APIError:
         return APIError(429, str(error), code="queue_full", headers=_RETRY_AFTER)
     if isinstance(error, EngineStoppingError):
         return APIError(503, str(error), code="server_shutting_down", headers=_RETRY_AFTER)
-    if isinstance(error, EngineDeadError):
-        return APIError(503, str(error))
-    return APIError(500 if isinstance(error, EngineStepError) else 400, str(error))
+    return APIError(503 if isinstance(error, EngineDeadError) else 500, str(error))
 
 
 @dataclass(frozen=True)
@@ -206,8 +207,15 @@ class Generator:
             for number in range(body.num_answers)
         ]
         try:
-            stream = await self.engine_client.submit(requests)
-        except (ValueError, QueueFullError, EngineStepError, EngineDeadError) as error:
+            stream = await self.engine_client.submit(requests, text_may_end_first=bool(body.stop))
+        except ValueError as error:  # more than the cache holds, even if it were alone
+            message = str(error)
+            for request in requests:  # its name means nothing to the client
+                message = message.removeprefix(f"request {request.request_id}: ")
+            raise APIError(
+                400, message, param=body.limit_field, code="context_length_exceeded"
+            ) from error
+        except (QueueFullError, EngineStepError, EngineDeadError) as error:
             raise _refusal(error) from error
         for _ in prompts:
             self.metrics.answers_asked(body.num_answers)

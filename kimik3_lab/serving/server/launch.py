@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import json
 import logging
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that open connections get once their requests have ended.
 _CLOSE_TIMEOUT = 5
+#: Seconds that the engine's step in flight gets to end, once nobody waits for its requests.
+_STEP_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def build_engine(options: ServeOptions) -> ServedModel:
         engine = Engine(make_scheduler(settings.scheduler, settings.cache), executor)
     except ValueError as error:
         raise ServerStartError(f"cannot serve {folder}: {error}") from error
-    return ServedModel(engine, tokenizer, generation_config, context)
+    return ServedModel(engine, tokenizer, generation_config, settings.scheduler.max_model_len)
 
 
 def run(
@@ -159,6 +162,11 @@ def run(
             threading.Thread(target=server.stop_when_stdin_closes, daemon=True).start()
         with server.ends_well_by_sigterm(), contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listener])
+        if client.is_running:
+            logger.error("the engine does not come back from its step: leaving without it")
+            logging.shutdown()
+            # An interpreter that ends while a thread is inside the model aborts the process.
+            os._exit(1)
 
 
 class _Server(uvicorn.Server):
@@ -182,13 +190,23 @@ class _Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End all requests, then close the connections; a second Ctrl-C does not wait for them."""
+        """End all requests, then close the connections; a second Ctrl-C does not wait for them.
+
+        That they ended must have reached the streams before uvicorn looks at ``force_exit``, which
+        makes it cut them off; and the engine's thread must be gone before the interpreter is.
+        """
         drained = asyncio.create_task(self._client.drain(self._shutdown_timeout))
         while not (await asyncio.wait([drained], timeout=0.1))[0]:
             if self.force_exit:
-                await self._client.drain(0.0)
+                aborted = asyncio.create_task(self._client.drain(0.0))
+                await asyncio.wait([aborted], timeout=_STEP_TIMEOUT)
+                aborted.cancel()
+                drained.cancel()
                 break
+        self.force_exit = False
         await super().shutdown(sockets=sockets)
+        if self.force_exit:  # uvicorn has left this out then
+            await self.lifespan.shutdown()
 
     @contextlib.contextmanager
     def ends_well_by_sigterm(self) -> Iterator[None]:
@@ -238,9 +256,15 @@ def _address_errors(host: str, port: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            advice = "This machine has no such address: leave --host out to be heard on this "
+            advice += "machine only, or take 0.0.0.0 to be heard by others"
+        elif error.errno == errno.EACCES:
+            advice = "Ports below 1024 are the system's: choose another with --port"
+        else:
+            advice = "Stop what uses it, or choose another with --port (0 takes any free one)"
         raise ServerStartError(
-            f"cannot listen on {host} port {port}: {error.strerror}. Stop what uses it, or choose "
-            "another with --port (0 takes any free one)"
+            f"cannot listen on {host} port {port}: {error.strerror}. {advice}"
         ) from error
 
 

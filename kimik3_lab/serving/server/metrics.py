@@ -49,6 +49,10 @@ class _Progress:
     """Times of a request, in seconds of ``time.monotonic``."""
 
     request: Request
+    #: A stop string may end it before the engine does; until then it is not counted.
+    text_may_end_first: bool = False
+    #: Why and when the engine ended it, while its text is still looked at.
+    ended: tuple[str, float] | None = None
     scheduled: float | None = None
     first_token: float = 0.0
     last_token: float = 0.0
@@ -183,18 +187,35 @@ class ServerMetrics:
 
     # -- what the engine's thread tells ----------------------------------------------------------
 
-    def request_added(self, request: Request) -> None:
+    def request_added(self, request: Request, *, text_may_end_first: bool = False) -> None:
         """Begin to time a request; it has waited since its ``arrival_time``."""
-        self._progress[request.request_id] = _Progress(request)
+        self._progress[request.request_id] = _Progress(request, text_may_end_first)
         self._unscheduled[request.request_id] = request
         self._max_tokens.observe(request.max_tokens)
 
-    def request_ended(self, request_id: str, reason: str) -> None:
-        """Count a request that ended without news of the engine."""
-        progress = self._progress.pop(request_id, None)
+    def request_ended(
+        self, request_id: str, reason: str, ended: float, num_tokens: int | None = None
+    ) -> None:
+        """Count a request that ended without news of the engine, or before them.
+
+        A complete answer counts as the client has it: in vLLM, too, the stop strings are found
+        before anything is counted (``vllm/v1/engine/output_processor.py``).
+        """
         self._unscheduled.pop(request_id, None)
-        if progress is not None:
+        progress = self._progress.get(request_id)
+        if progress is None:
+            return
+        if progress.ended is not None:
+            engine_reason, ended = progress.ended
+            if reason == "abort":  # the client has left before it read the end
+                reason, num_tokens = engine_reason, progress.num_tokens
+        if num_tokens is None:
+            del self._progress[request_id]
             self._success[reason].inc()
+        else:
+            progress.num_tokens = num_tokens
+            progress.last_token = min(progress.last_token, ended)
+            self._finish(progress, reason, ended)
 
     def step_ended(self, began: float, ended: float, outputs: Sequence[EngineCoreOutput]) -> None:
         """Count the tokens of a step and time its requests."""
@@ -214,7 +235,9 @@ class ServerMetrics:
                     self._inter_token_latency.observe(ended - progress.last_token)
                 progress.num_tokens += new_tokens
                 progress.last_token = ended
-            if output.finish_reason is not None:
+            if output.finish_reason is not None and progress.text_may_end_first:
+                progress.ended = output.finish_reason, ended
+            elif output.finish_reason is not None:
                 self._finish(progress, output.finish_reason, ended)
         self._prompt_tokens.inc(num_prompt_tokens)
         self._generation_tokens.inc(num_generation_tokens)

@@ -58,7 +58,8 @@ class ServeOptions:
     served_model_name
         Name that requests use; the name of the folder by default.
     api_key
-        Asked for by everything under ``/v1``. Never printed, and never on a command line.
+        Asked for by everything under ``/v1``: printable ASCII. Never printed, and never on a
+        command line.
     max_num_queued_reqs
         Most requests in flight, waiting and running together; more are answered 429. None for no
         limit.
@@ -76,10 +77,11 @@ class ServeOptions:
     max_num_batched_tokens
         Tokens that one step may compute, all sequences together; 512 without a preset.
     max_model_len
-        Longest prompt and answer together; by default the model's own limit, at most 2048.
+        Longest prompt and answer together; by default the model's own limit, at most 2048 and at
+        most what ``num_blocks`` hold.
     num_blocks, block_size
         Blocks of the cache and tokens in a block. By default the cache holds ``max_num_seqs``
-        sequences of ``max_model_len`` tokens, so nothing is ever preempted.
+        sequences of ``max_model_len`` tokens, so nothing is ever preempted. It must hold one.
     enable_prefix_caching, prefix_match_unit, prefill_checkpoints, speculative_states
         See :class:`~kimik3_lab.serving.config.CacheConfig`.
     prefix_cache_retention_interval
@@ -89,7 +91,11 @@ class ServeOptions:
     drafter
         Folder of the drafter; ``drafter`` in the model's folder by default.
     draft_sample_method, rejection_sample_method, backend
-        See :class:`~kimik3_lab.serving.executors.torch_executor.TorchExecutor`.
+        See :class:`~kimik3_lab.serving.executors.torch_executor.TorchExecutor`. The defaults are
+        vLLM's. With drafts that are drawn (``"probabilistic"``) the rules ``"standard"`` and
+        ``"block"`` keep the *distribution* of a request's text, and only ``"coupled"``, which is
+        the lab's own, keeps the text of a seed: with the others it changes with the drafts that a
+        step has room for, and so with the load and with a preemption.
     mixed_batch, deferred_finalize, cuda_graphs
         See :class:`~kimik3_lab.serving.executors.execution.ExecutionConfig`.
     dtype
@@ -174,6 +180,11 @@ class ServeOptions:
                     raise ValueError(f"{name} must be at least {least}, got {value}")
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError("api_key must not be empty; leave it out to ask for none")
+        if self.api_key is not None and not _can_be_sent(self.api_key):
+            raise ValueError(
+                "api_key must be printable ASCII without a blank at either end: clients send it in "
+                "a header, and could not send this one"
+            )
         if not 0 <= self.shutdown_timeout < float("inf"):
             raise ValueError(f"shutdown_timeout must be 0 or more, got {self.shutdown_timeout}")
 
@@ -217,3 +228,7 @@ class ServeOptions:
             else:
                 words += [f"--{option}", str(value)]
         return words
+
+
+def _can_be_sent(api_key: str) -> bool:
+    return api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()

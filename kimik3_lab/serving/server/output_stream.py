@@ -59,7 +59,9 @@ class RequestOutput:
 class _Submitter(Protocol):
     """Who runs the requests of a stream."""
 
-    def abort(self, request_ids: Sequence[str], *, reason: str) -> None:
+    def abort(
+        self, request_ids: Sequence[str], *, reason: str, num_tokens: int | None = None
+    ) -> None:
         """Stop requests early."""
 
     def forget(self, stream: OutputStream) -> None:
@@ -71,11 +73,21 @@ class OutputStream:
 
     Iterating ends when all of them have finished, and raises if the engine fails. Everything here
     runs on the event loop.
+
+    With ``text_may_end_first`` an answer is over when its reader says so with :meth:`end`.
     """
 
-    def __init__(self, submitter: _Submitter, request_ids: Sequence[str]) -> None:
+    def __init__(
+        self,
+        submitter: _Submitter,
+        request_ids: Sequence[str],
+        *,
+        text_may_end_first: bool = False,
+    ) -> None:
+        self.text_may_end_first = text_may_end_first
         self._submitter = submitter
         self._running = set(request_ids)
+        self._unended = set(request_ids) if text_may_end_first else set()
         self._unread: dict[str, RequestOutput] = {}
         self._failure: Exception | None = None
         self._arrival = asyncio.Event()
@@ -110,16 +122,22 @@ class OutputStream:
             self._unread[output.request_id] = output
         self._arrival.set()
 
-    def abort(self, request_id: str, *, reason: str = "abort") -> None:
-        """Stop one request early, counted under ``reason``; no more outputs of it come."""
-        if request_id in self._running:
+    def end(self, request_id: str, *, reason: str, num_tokens: int) -> None:
+        """Note that the text of an answer is complete; no more outputs of it come.
+
+        It may have ended at a stop string, which the engine knows nothing of: then the engine is
+        told, and goes on no longer.
+        """
+        if request_id in self._running or request_id in self._unended:
             self._running.discard(request_id)
-            self._submitter.abort([request_id], reason=reason)
+            self._unended.discard(request_id)
+            self._submitter.abort([request_id], reason=reason, num_tokens=num_tokens)
 
     def close(self) -> None:
         """Abort whatever still runs. Call this when the outputs are no longer wanted."""
-        if self._running:
-            self._submitter.abort(list(self._running), reason="abort")
+        if left := self._running | self._unended:
+            self._submitter.abort(sorted(left), reason="abort")
             self._running.clear()
+            self._unended.clear()
         self._unread.clear()
         self._submitter.forget(self)

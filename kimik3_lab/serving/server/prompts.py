@@ -6,8 +6,9 @@ Needs the standard library only, pydantic for the types. Used by the server (les
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kimik3_lab.serving.server.errors import APIError
 from kimik3_lab.serving.server.protocol import (
@@ -19,8 +20,12 @@ from kimik3_lab.serving.server.tokenizer import Tokenizer, TokenizerError
 
 __all__ = ["Prompts"]
 
-#: Texts longer than this are tokenized beside the event loop, so that running streams go on.
+_Result = TypeVar("_Result")
+
+#: Characters in all from which on texts are tokenized beside the event loop, and messages from
+#: which on a chat is written there, so that running streams go on.
 _LONG_TEXT = 4096
+_LONG_CHAT = 32
 
 
 @dataclass(frozen=True)
@@ -35,24 +40,51 @@ class Prompts:
 
     async def of_completion(self, body: CompletionRequest) -> list[list[int]]:
         """Return the tokens of each prompt."""
-        prompts = []
-        for prompt in body.prompt:
-            token_ids = await self._encode(prompt) if isinstance(prompt, str) else prompt
-            self._check(token_ids, param="prompt")
-            prompts.append(token_ids)
-        return prompts
+        texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+        for prompt in body.prompt:  # what costs little first: one of a thousand may be wrong
+            if isinstance(prompt, str):
+                self._check_characters(prompt, param="prompt")
+            else:
+                self._check(prompt, param="prompt")
+
+        is_long = sum(map(len, texts)) > _LONG_TEXT
+
+        def encode() -> list[list[int]]:
+            return [
+                self._encode(prompt, param="prompt", release_gil=is_long)
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in body.prompt
+            ]
+
+        return await _beside_loop(encode, is_long=is_long)
 
     async def of_chat(self, body: ChatCompletionRequest) -> list[int]:
         """Return the tokens of the chat up to the assistant's next turn."""
-        # What the server does not know of a message may matter to the template.
-        messages = [message.model_dump() for message in body.messages]
-        try:
-            text = self.tokenizer.apply_chat_template(messages)
-        except TokenizerError as error:
-            raise APIError(400, str(error), param="messages") from error
-        token_ids = await self._encode(text, add_special_tokens=False, param="messages")
-        self._check(token_ids, param="messages")
-        return token_ids
+        is_long = (
+            len(body.messages) > _LONG_CHAT
+            or sum(len(message.content) for message in body.messages) > _LONG_TEXT
+            or any(message.model_extra for message in body.messages)
+        )
+
+        def encode() -> list[int]:
+            # What the server does not know of a message may matter to the template.
+            messages = [message.model_dump() for message in body.messages]
+            if "developer" not in (self.tokenizer.chat_template or ""):
+                # OpenAI's newer name for the role; a template that has it makes a difference.
+                for message in messages:
+                    if message["role"] == "developer":
+                        message["role"] = "system"
+            try:
+                text = self.tokenizer.apply_chat_template(messages)
+            except TokenizerError as error:
+                raise APIError(400, str(error), param="messages") from error
+            self._check_characters(text, param="messages")
+            return self._encode(
+                text, param="messages", add_special_tokens=False, release_gil=is_long
+            )
+
+        return await _beside_loop(encode, is_long=is_long)
 
     def max_tokens(self, body: GenerationFields, prompt_len: int, default: int | None) -> int:
         """Return the most tokens to generate; without a ``default`` all that fit."""
@@ -61,7 +93,7 @@ class Prompts:
         if wanted is None:
             return room if default is None else min(default, room)
         if wanted > room:
-            param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+            param = body.limit_field
             raise APIError(
                 400,
                 f"{param}={wanted} and a prompt of {prompt_len} tokens make "
@@ -72,12 +104,9 @@ class Prompts:
             )
         return wanted
 
-    async def _encode(
-        self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
-    ) -> list[int]:
-        # Encoding holds the interpreter for seconds per megabyte, and every stream with it.
-        most = self.max_model_len * self.tokenizer.longest_token
-        if len(text) > most:
+    def _check_characters(self, text: str, *, param: str) -> None:
+        """Refuse a text that is too long in whatever tokens, before time is spent on it."""
+        if len(text) > self.max_model_len * self.tokenizer.longest_token:
             raise APIError(
                 400,
                 f"{param} has {len(text)} characters: even in the longest tokens that is more than "
@@ -85,27 +114,19 @@ class Prompts:
                 param=param,
                 code="context_length_exceeded",
             )
+
+    def _encode(self, text: str, *, param: str, **how: bool) -> list[int]:
         try:
-            if len(text) <= _LONG_TEXT:
-                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return await asyncio.to_thread(
-                self.tokenizer.encode, text, add_special_tokens=add_special_tokens
-            )
+            token_ids = self.tokenizer.encode(text, **how)
         except TokenizerError as error:
             raise APIError(400, str(error), param=param) from error
+        self._check(token_ids, param=param)
+        return token_ids
 
     def _check(self, token_ids: Sequence[int], *, param: str) -> None:
         vocab_size = self.tokenizer.vocab_size
         if not token_ids:
             raise APIError(400, f"{param} has no tokens", param=param)
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise APIError(
-                    400,
-                    f"token id {token_id} lies outside the vocabulary of {vocab_size} tokens "
-                    f"(0 to {vocab_size - 1})",
-                    param=param,
-                )
         if len(token_ids) >= self.max_model_len:
             raise APIError(
                 400,
@@ -115,3 +136,16 @@ class Prompts:
                 param=param,
                 code="context_length_exceeded",
             )
+        least, most = min(token_ids), max(token_ids)
+        if least < 0 or most >= vocab_size:
+            raise APIError(
+                400,
+                f"token id {least if least < 0 else most} lies outside the vocabulary of "
+                f"{vocab_size} tokens (0 to {vocab_size - 1})",
+                param=param,
+            )
+
+
+async def _beside_loop(work: Callable[[], _Result], *, is_long: bool) -> _Result:
+    """Do short work at once, and long work in a thread, while the event loop serves others."""
+    return await asyncio.to_thread(work) if is_long else work()

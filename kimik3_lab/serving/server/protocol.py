@@ -4,8 +4,8 @@ Needs pydantic. Used by the server (lesson 10).
 
 Types are strict: ``"16"`` is no number. Fields that this server does not know are accepted and
 ignored, as vLLM does, because clients send many (``user``, ``store``, ``tools`` ...). Fields that
-ask for something in the answer that it cannot give (``best_of``, ``echo``) are refused unless they
-ask for nothing.
+ask for something in the answer that it cannot give (``best_of``, ``echo``, and those of
+:mod:`~kimik3_lab.serving.server.unsupported`) are refused unless they ask for nothing.
 
 Limits keep one request from taking the server away from all others: each answer of ``n`` is a
 sequence of its own, stop strings are looked for after every token, and the engine sorts the
@@ -14,7 +14,6 @@ vocabulary for ``logprobs``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -28,6 +27,8 @@ from pydantic import (
     model_validator,
 )
 
+from kimik3_lab.serving.server.unsupported import UnsupportedFields, only
+
 __all__ = [
     "ChatCompletionRequest",
     "ChatMessage",
@@ -36,26 +37,17 @@ __all__ = [
     "StreamOptions",
 ]
 
-#: Most answers to a prompt (OpenAI's limit), prompts in a request, stop strings, and alternatives
-#: reported for a token (vLLM's default for ``--max-logprobs``, and OpenAI's limit for chats).
+#: Most answers to a prompt (OpenAI's limit), prompts in a request, stop strings, messages of a
+#: chat, and alternatives reported for a token (vLLM's default for ``--max-logprobs``, and OpenAI's
+#: limit for chats).
 MAX_ANSWERS = 128
 MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 32
+MAX_MESSAGES = 2048
 MAX_LOGPROBS = 20
 
 Positive = Annotated[int, Field(ge=1)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
-
-
-def _only(*allowed: object) -> BeforeValidator:
-    """Refuse a field that asks for what this server cannot give."""
-
-    def check(value: object) -> object:
-        if type(value) not in {type(a) for a in allowed} or value not in allowed:
-            raise ValueError(f"this server supports only {' or '.join(map(json.dumps, allowed))}")
-        return value
-
-    return BeforeValidator(check)
 
 
 def _stop_strings(value: object) -> list[str]:
@@ -67,7 +59,7 @@ def _stop_strings(value: object) -> list[str]:
     if not all(texts):
         raise ValueError("a stop string must not be empty")
     if len(texts) > MAX_STOP_STRINGS:
-        raise ValueError(f"expected at most {MAX_STOP_STRINGS} stop strings, got {len(texts)}")
+        raise ValueError(f"{len(texts)} stop strings are more than {MAX_STOP_STRINGS}")
     return texts
 
 
@@ -122,7 +114,13 @@ def _prompts(value: object) -> list[str | list[int]]:
     if not value or not all(value):
         raise ValueError("a prompt must not be empty")
     if len(value) > MAX_PROMPTS:
-        raise ValueError(f"expected at most {MAX_PROMPTS} prompts, got {len(value)}")
+        raise ValueError(f"{len(value)} prompts are more than {MAX_PROMPTS}")
+    return value
+
+
+def _not_too_many_messages(value: object) -> object:
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:  # before each of them is looked at
+        raise ValueError(f"{len(value)} messages are more than {MAX_MESSAGES}")
     return value
 
 
@@ -154,7 +152,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(BaseModel):
+class GenerationFields(UnsupportedFields):
     """The fields that both kinds of request share."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -186,6 +184,11 @@ class GenerationFields(BaseModel):
     def wanted_tokens(self) -> int | None:
         """Most tokens to generate, if the request says; the newer name wins."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def limit_field(self) -> str:
+        """Name of the field that limits the answer."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_answers(self) -> int:
@@ -223,8 +226,8 @@ class CompletionRequest(GenerationFields):
     """Body of ``POST /v1/completions``."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts), _PROMPT_SCHEMA]
-    best_of: Annotated[int | None, _only(1, None)] = None
-    echo: Annotated[StrictBool | None, _only(False, None)] = None
+    best_of: Annotated[int | None, only(1, None)] = None
+    echo: Annotated[StrictBool | None, only(False, None)] = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
@@ -245,7 +248,11 @@ class ChatMessage(BaseModel):
 class ChatCompletionRequest(GenerationFields):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[
+        list[ChatMessage],
+        Field(min_length=1, max_length=MAX_MESSAGES),
+        BeforeValidator(_not_too_many_messages),
+    ]
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

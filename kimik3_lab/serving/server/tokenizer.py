@@ -117,7 +117,9 @@ class Tokenizer:
 
     # -- text --------------------------------------------------------------------------------
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, release_gil: bool = False
+    ) -> list[int]:
         """Turn a text into token ids.
 
         Parameters
@@ -125,6 +127,9 @@ class Tokenizer:
         add_special_tokens
             Let the tokenizer add what it puts around every text (often a begin token). A chat
             template writes these itself.
+        release_gil
+            Let other threads run meanwhile. The library does that for a batch only, and starts
+            threads of its own for it.
         """
         try:
             text.encode()
@@ -133,7 +138,13 @@ class Tokenizer:
                 f"text has half of a surrogate pair at character {error.start}, so it is not "
                 "valid Unicode"
             ) from error
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if release_gil:
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        else:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Turn token ids into text; bytes that are not UTF-8 become U+FFFD."""
