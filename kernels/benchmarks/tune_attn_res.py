@@ -17,30 +17,45 @@ from benchmarks.tuning import Case, tune
 HIDDEN, BLOCKS = 7168, 8
 EPS = 1e-5
 #: Tokens of a case, and the largest number of tokens its constants serve.
-SIZES = ((1, 8), (16, 32), (64, 132), (256, 512), (1024, 2048), (8192, None))
+SIZES = (
+    (1, 2), (8, 11), (16, 22), (32, 45), (64, 90), (128, 132), (256, 512), (1024, 2048),
+    (8192, None),
+)  # fmt: skip
 
 
 def candidates(tokens: int) -> list[AttnResConfig]:
     """List what the compiler's reports leave open."""
     if tokens <= 132:
         two = [
-            AttnResConfig(block_h, warps, 1, True, 1, pdl, slice_h, slice_warps)
+            AttnResConfig(block_h, warps, 1, True, 1, pdl, slice_h, slice_warps, prefetch)
             for block_h, warps, slice_h, slice_warps in (
                 (1024, 8, 512, 4), (1024, 8, 512, 2), (1024, 8, 256, 2), (1024, 8, 1024, 4),
                 (1024, 16, 512, 4),
             )
-            for pdl in ((True, False) if slice_h == 512 and slice_warps == 4 else (True,))
+            for pdl, prefetch in ((True, False), (True, True), (False, False))
+            if pdl or (slice_h == 512 and slice_warps == 4)
+        ]  # fmt: skip
+        # Both launches in slices: preload lets the launch after them start early.
+        two += [
+            AttnResConfig(0, warps, 1, early, 1, True, slice_h, slice_warps, True, mix_h)
+            for slice_h, slice_warps, mix_h, warps in (
+                (512, 4, 512, 4), (1024, 4, 1024, 4), (1024, 2, 1024, 2), (512, 2, 512, 2),
+            )
+            for early in (True, False)
         ]  # fmt: skip
         one = [
             (1024, 8, 0, False, 2), (1024, 8, 0, False, 3), (1024, 8, 0, False, 4),
             (1024, 8, 0, True, 2), (1024, 8, 0, True, 4),
             (2048, 8, 0, True, 2), (2048, 8, 3, True, 2), (2048, 8, 5, True, 2),
-            (1024, 8, 5, True, 2),
+            (1024, 8, 5, True, 2), (1024, 4, 4, False, 2), (1024, 4, 5, False, 2),
         ]  # fmt: skip
     else:
         two = []
         one = [(1024, 4, 3, False, 1), (1024, 4, 3, False, 2), (1024, 4, 4, False, 1)]
-    return two + [AttnResConfig(*fields, pdl) for fields in one for pdl in (True, False)]
+    early = ((True, True), (True, False), (False, False)) if tokens <= 132 else ((True, False),)
+    return two + [
+        AttnResConfig(*fields, pdl, prefetch=prefetch) for fields in one for pdl, prefetch in early
+    ]
 
 
 def case(tokens: int, bound: int | None, most_sets: int | None) -> Case:

@@ -41,11 +41,12 @@ DECODE = [
         (8, 64, 1, 6, False),
     )
 ]  # fmt: skip
+#: Up to 64 requests of 12 heads: bytes of the state that travel early, with the loads pinned.
 DECODE += [
-    replace(config, evict_first=policy)
+    replace(config, prefetch=prefetch, pin=True)
     for config in DECODE
-    if config.block_v <= 32 and config.early
-    for policy in ("stores", "both")
+    if config.early and config.num_warps > 1
+    for prefetch in ((16384, 65536) if config.block_v < 128 else (65536,))
 ]
 VERIFY = [
     KDADecodeConfig(128, chunk, warps, 1, True, pdl)
@@ -60,6 +61,14 @@ RECOVER = [
         (64, 16, 4, 1), (64, 16, 4, 2), (64, 8, 4, 4), (128, 8, 2, 1), (128, 8, 2, 3),
     )
 ]  # fmt: skip
+RECOVER += [
+    replace(config, prefetch=prefetch, pin=pin, late_u=late_u)
+    for config in RECOVER
+    if config.ahead <= 2
+    for prefetch, pin, late_u in (
+        (True, False, False), (False, True, False), (True, True, False), (True, True, True)
+    )
+]  # fmt: skip
 #: block_k, chunk_warps, chunk_registers; block_v, scan_warps, scan_stages, segments; chunk_stages
 PREFILL = [
     KDAPrefillConfig(*values)
@@ -70,8 +79,10 @@ PREFILL = [
     )
 ]  # fmt: skip
 PREFILL_CASES = ("H=12,1x8192", "H=12,1x2048", "H=12,8x1024", "H=96,1x8192", "H=96,8x1024")
-DECODE_CASES = [(heads, batch) for heads in (12, 96) for batch in (1, 16, 64, 256)]
-RECOVER_CASES = (1, 16, 64)
+#: Heads and requests, each product once; recover and verify have 12 heads.
+DECODE_CASES = [(12, batch) for batch in (1, 4, 8, 16, 32, 64, 128, 256)]
+DECODE_CASES += [(96, batch) for batch in (64, 256)]
+RECOVER_CASES = (1, 4, 8, 16, 32, 64)
 VERIFY_CASES = (1, 16, 64)
 DRAFTS = 8
 VARIANTS: dict[str, list[Any]] = {
@@ -223,13 +234,14 @@ def run(kinds: Iterable[str], seconds: float, report: Path | None) -> list[dict[
     problem: Any = None
     if "decode" in kinds:
         for heads, batch in DECODE_CASES:
-            case = find_case("kda_decode", f"H={heads},B={batch}")
+            case = Case("kda_decode", f"H={heads},B={batch}", {"heads": heads, "batch": batch})
             problem = None  # the last one's memory first
             problem = KdaDecodeProblem(case, generator)
             add(measure("decode", case.name, problem, DECODE, seconds), heads * batch)
     if "recover" in kinds:
         for batch in RECOVER_CASES:
-            case = find_case("kda_recover", f"K=8,B={batch}")
+            sizes = {"heads": 12, "batch": batch, "accepted": DRAFTS}
+            case = Case("kda_recover", f"K={DRAFTS},B={batch}", sizes)
             problem = None
             problem = KdaRecoverProblem(case, generator)
             add(measure("recover", case.name, problem, RECOVER, seconds), 12 * batch)
@@ -276,7 +288,8 @@ def store(results: Sequence[dict[str, Any]]) -> None:
             if result["kind"] == kind and row["error"] < result["tolerance"]
         }
         if winners:
-            bounds = buckets.edges(case_sizes(kind))
+            between = buckets.middles if kind in ("decode", "recover") else buckets.edges
+            bounds = between(case_sizes(kind))
             buckets.keep(device, f"kda_{kind}", f"D={HEAD_DIM}", winners, bounds, made)
 
 

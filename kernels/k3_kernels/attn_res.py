@@ -37,12 +37,16 @@ because every warp repeats the reductions. On one tile of 8192 with eight warps 
 
 *Few tokens (no more than one per multiprocessor): latency.* One token keeps one multiprocessor busy
 while 131 idle, and what it waits for is arithmetic, 6 000 clocks on eight warps, and one reduction
-a source. Two remedies, of which the measurement chooses:
+a source. Three remedies, of which the measurement chooses:
 
 - two launches (``slice_h``). The first takes the sums of all logits, with a program for each slice
   of a token; the second has asked for the blocks while the first ran (``pdl``), waits for the sums,
   and only has to mix. An H200 needs 4.6 us for one token and 5.5 for 16, against 7.9 and 8.0 of
   one program a token that takes block after block.
+- two launches, both in slices (``mix_h``). The last norm wants the mean square of the whole mix,
+  ``sum_ij a_i a_j (s_i . s_j)``: the first launch takes all products of two sources on tensor
+  cores, and nothing is left that a slice of the second would have to ask another for. 3.75 us for
+  one token, 4.5 for 16; with 64, 448 programs in either launch, it is 9.2.
 - all blocks in registers at once, as bfloat16, and several of them taken into the mix together
   (``stages`` 0 and ``group``): one reduction a group. 5.6 us for one token, 6.7 for 64, where two
   launches do not fit side by side any more and take 8.2.
@@ -57,7 +61,10 @@ each), each with two rows in flight. At 4.3 TB/s a multiprocessor needs about 33
 nanosecond, so a latency of 1 us asks for 33 kB in flight; this gives 57 kB. More was no faster.
 
 *Launched early* (``pdl``): the kernel is scheduled while the one before it still runs and waits for
-its end before it reads anything, which hides most of a launch, 0.6 to 0.8 us.
+its end before it reads anything, which hides most of a launch, 0.6 to 0.8 us. What it will read may
+travel into the second-level cache before that (``prefetch``). That changes the order: at 32 tokens
+one launch in registers, 5.65 us, passes two, 6.2 and 5.9 with ``prefetch``; at 64 a pipeline on
+four warps, 6.7, passes eight warps that hold all blocks, 7.0 and 6.9.
 
 The constants come from these counts, from the compiler's register report and from sweeps on an
 H200, ``python -m benchmarks.tune_attn_res``; without a table for the device, from
@@ -79,6 +86,7 @@ from k3_kernels._compat import (
     next_power_of_2,
     on_device,
 )
+from k3_kernels._numbers import check_number
 from k3_kernels.attn_res_config import MAX_HIDDEN_SIZE, AttnResConfig, choose_config
 
 __all__ = ["MAX_HIDDEN_SIZE", "AttnResConfig", "attn_res", "choose_config"]
@@ -158,6 +166,8 @@ def attn_res(
     >>> out[0].tolist(), prefix[0].tolist()
     ([1.0, 1.0, 1.0, 1.0], [3.0, 3.0, 3.0, 3.0])
     """
+    for name, eps in (("key_eps", key_eps), ("norm_eps", norm_eps)):
+        check_number("attn_res", name, eps, at_least=0.0)
     check_ndim("attn_res", "prefix", prefix, "[T, H]")
     num_tokens, hidden_size = prefix.shape
     if not 1 <= hidden_size <= MAX_HIDDEN_SIZE:
@@ -193,8 +203,14 @@ def attn_res(
 
     if config is None:
         config = _config(num_tokens, n_blocks, hidden_size, prefix)
-    kernels = load_kernels("attn_res_split" if config.slice_h else "attn_res")
-    first = kernels.attn_res_scores_kernel if config.slice_h else kernels.attn_res_kernel
+    way = "attn_res_gram" if config.mix_h else "attn_res_split" if config.slice_h else "attn_res"
+    kernels = load_kernels(way)
+    first = {
+        "attn_res": "attn_res_kernel",
+        "attn_res_split": "attn_res_scores_kernel",
+        "attn_res_gram": "attn_res_gram_kernel",
+    }[way]
+    first = getattr(kernels, first)
     check_runs_here("attn_res", first, prefix, query, key_norm_weight, norm_weight)
     # A kernel argument must be a tensor: what the constants switch off is given the prefix instead.
     bank = prefix[None] if blocks is None or n_blocks == 0 else blocks
@@ -211,6 +227,27 @@ def attn_res(
             )  # fmt: skip
             return out, prefix_out
         slices = -(-hidden_size // config.slice_h)
+        if config.mix_h:
+            padded = max(16, next_power_of_2(n_blocks + 4))
+            grams = prefix.new_empty((num_tokens, slices, padded, padded), dtype=torch.float32)
+            kernels.attn_res_gram_kernel[(num_tokens, slices)](
+                grams, prefix_out, bank, prefix, addend, query, key_norm_weight,
+                prefix_out.stride(0), *bank_strides, prefix.stride(0), addend.stride(0),
+                N_BLOCKS=n_blocks, HIDDEN=hidden_size, HAS_DELTA=delta is not None,
+                STORE_PREFIX=store_prefix, ROWS=padded, SLICE=config.slice_h,
+                PARTS=config.slice_warps,
+                STEPS=max(1, config.slice_h // (256 * config.slice_warps)), PDL=config.pdl,
+                PREFETCH=config.prefetch, COMPUTE=kernels.tl.float32,
+                **config.options(config.slice_warps),
+            )  # fmt: skip
+            kernels.attn_res_slice_kernel[(num_tokens, -(-hidden_size // config.mix_h))](
+                out, grams, bank, prefix_out, norm_weight, out.stride(0), *bank_strides,
+                prefix_out.stride(0), key_eps, norm_eps,
+                N_BLOCKS=n_blocks, HIDDEN=hidden_size, ROWS=padded, SLICES=slices,
+                SLICE=config.mix_h, PDL=config.pdl, EARLY=config.preload,
+                COMPUTE=kernels.tl.float32, **config.options(config.num_warps),
+            )  # fmt: skip
+            return out, prefix_out
         padded = next_power_of_2(n_blocks + 1)
         sums = prefix.new_empty((num_tokens, slices, padded, 2), dtype=torch.float32)
         first[(num_tokens, slices)](
@@ -218,7 +255,7 @@ def attn_res(
             prefix_out.stride(0), *bank_strides, prefix.stride(0), addend.stride(0),
             N_BLOCKS=n_blocks, HIDDEN=hidden_size, HAS_DELTA=delta is not None,
             STORE_PREFIX=store_prefix, ROWS=padded, SLICE=config.slice_h, PDL=config.pdl,
-            COMPUTE=kernels.tl.float32,
+            PREFETCH=config.prefetch, COMPUTE=kernels.tl.float32,
             **config.options(config.slice_warps),
         )  # fmt: skip
         kernels.attn_res_mix_kernel[(num_tokens,)](

@@ -40,6 +40,13 @@ class AttnResConfig:
         Launch while the kernel before still runs (compute capability 9.0 and later).
     slice_h, slice_warps
         Two launches; columns and warps of a program of the first. 0 columns: one launch.
+    mix_h
+        Columns of a program of the second launch, whose first then takes all products of sources;
+        ``preload`` says that the launch after it may start at once, ``block_h`` nothing. 0: a
+        program of the second launch owns a token.
+    prefetch
+        Whether blocks and prefix are on their way to the second-level cache, and the probe is
+        made, while the kernel before still runs; with ``pdl``.
     """
 
     block_h: int
@@ -50,6 +57,8 @@ class AttnResConfig:
     pdl: bool = False
     slice_h: int = 0
     slice_warps: int = 4
+    prefetch: bool = False
+    mix_h: int = 0
 
     def constants(
         self, n_blocks: int, hidden_size: int, has_delta: bool, store_prefix: bool
@@ -66,6 +75,7 @@ class AttnResConfig:
             "STAGES": self.stages,
             "PRELOAD": self.preload,
             "PDL": self.pdl,
+            "PREFETCH": self.prefetch,
         }
 
     def options(self, num_warps: int) -> dict[str, int | bool]:
@@ -92,7 +102,7 @@ def choose_config(
     --------
     >>> choose_config(1, 8, 7168)
     AttnResConfig(block_h=1024, num_warps=8, stages=3, preload=True, group=1, pdl=False, \
-slice_h=0, slice_warps=4)
+slice_h=0, slice_warps=4, prefetch=False, mix_h=0)
     >>> choose_config(8192, 8, 7168).num_warps
     4
     """

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from k3_kernels.prefetch_kernel import prefetch_rows
+
 __all__ = ["attn_res_kernel", "load_row", "load_rows", "store_row"]
 
 
@@ -156,6 +158,7 @@ def attn_res_kernel(
     STAGES: tl.constexpr,  # STAGES - 1 groups are in flight; 0: all blocks are, in registers
     PRELOAD: tl.constexpr,  # ask for prefix, delta and norm weight at the start, not when needed
     PDL: tl.constexpr,  # launched before the previous kernel has ended: wait for it
+    PREFETCH: tl.constexpr,  # ask for blocks and prefix before it has ended, and make the probe
     COMPUTE: tl.constexpr,  # tl.float32: everything between load and store
 ):
     """One program computes one token."""
@@ -165,6 +168,16 @@ def attn_res_kernel(
     delta_row = delta_ptr + token * delta_stride
     block_row = blocks_ptr + token * blocks_token_stride
 
+    if PREFETCH:
+        size: tl.constexpr = HIDDEN * blocks_ptr.dtype.element_ty.primitive_bitwidth // 8
+        prefetch_rows(block_row, blocks_stride, N_BLOCKS, size)
+        prefetch_rows(prefix_row, 0, 1, size)
+        query = load_row(query_ptr, HIDDEN, BLOCK_H)
+        key_norm = load_row(key_norm_ptr, HIDDEN, BLOCK_H)
+        early_probe = ()
+        for piece in tl.static_range((HIDDEN + BLOCK_H - 1) // BLOCK_H):
+            product = query[piece].to(COMPUTE) * key_norm[piece].to(COMPUTE)
+            early_probe = early_probe + (product,)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -176,14 +189,18 @@ def attn_res_kernel(
         if HAS_DELTA:
             delta = load_row(delta_row, HIDDEN, BLOCK_H)
         norm = load_row(norm_ptr, HIDDEN, BLOCK_H)
-    query = load_row(query_ptr, HIDDEN, BLOCK_H)
-    key_norm = load_row(key_norm_ptr, HIDDEN, BLOCK_H)
+    if not PREFETCH:
+        query = load_row(query_ptr, HIDDEN, BLOCK_H)
+        key_norm = load_row(key_norm_ptr, HIDDEN, BLOCK_H)
     # The key of a source is its RMSNorm, weight included. The weight moves to the query once, and
     # the root mean square comes out of the dot product, so no normalised source is ever formed.
     probe = ()
     mix = ()
     for piece in tl.static_range((HIDDEN + BLOCK_H - 1) // BLOCK_H):
-        probe = probe + (query[piece].to(COMPUTE) * key_norm[piece].to(COMPUTE),)
+        if PREFETCH:
+            probe = probe + (early_probe[piece],)
+        else:
+            probe = probe + (query[piece].to(COMPUTE) * key_norm[piece].to(COMPUTE),)
         mix = mix + (tl.zeros([BLOCK_H], COMPUTE),)
     highest = -float("inf")
     total = 0.0

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from k3_kernels.attn_res_kernel import load_row, load_rows, store_row
+from k3_kernels.prefetch_kernel import prefetch_rows
 
 __all__ = ["attn_res_mix_kernel", "attn_res_scores_kernel"]
 
@@ -40,9 +41,15 @@ def attn_res_scores_kernel(
     ROWS: tl.constexpr,  # power of two above N_BLOCKS
     SLICE: tl.constexpr,  # columns of a program
     PDL: tl.constexpr,  # launched before the previous kernel has ended: wait for it
+    PREFETCH: tl.constexpr,  # ask for blocks and prefix before it has ended
     COMPUTE: tl.constexpr,
 ):
     """One program sums over one slice of one token's sources."""
+    if PREFETCH:
+        start = tl.program_id(0).to(tl.int64) * blocks_token_stride + tl.program_id(1) * SLICE
+        size: tl.constexpr = SLICE * blocks_ptr.dtype.element_ty.primitive_bitwidth // 8
+        if (tl.program_id(1) + 1) * SLICE <= HIDDEN:
+            prefetch_rows(blocks_ptr + start, blocks_stride, N_BLOCKS, size)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

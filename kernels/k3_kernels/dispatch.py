@@ -49,6 +49,7 @@ from k3_kernels._compat import (
     next_power_of_2,
     on_device,
 )
+from k3_kernels._numbers import check_experts_here, check_int
 
 __all__ = ["Dispatch", "DispatchConfig", "choose_config", "dispatch", "max_padded_pairs"]
 
@@ -131,7 +132,7 @@ def dispatch(
     block_size
         Rows of a block, a power of two up to 256.
     first_expert
-        The rank holds ``first_expert .. first_expert + num_experts - 1``.
+        The rank holds ``first_expert .. first_expert + num_experts - 1``, numbers of int32.
     expert_map
         Or: int32 ``[E]``, the local index of every global id, -1 if it is on another rank.
     counts
@@ -237,15 +238,8 @@ def _check(
     check_integers("dispatch", "expert_ids", expert_ids, tuple(expert_ids.shape), like=expert_ids)
     if expert_ids.numel() > _MAX_PAIRS:
         raise ValueError(f"{where}: {expert_ids.numel()} pairs, at most {_MAX_PAIRS}: split them")
-    for name, value, lowest in (
-        ("num_experts", num_experts, 1),
-        ("block_size", block_size, 1),
-        ("first_expert", first_expert, 0),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{where}: {name} must be an int, got {type(value).__name__}")
-        if value < lowest:
-            raise ValueError(f"{where}: {name} must be at least {lowest}, got {value}")
+    check_experts_here("dispatch", first_expert, num_experts)
+    check_int("dispatch", "block_size", block_size, at_least=1)
     if block_size > _MAX_BLOCK or block_size & (block_size - 1):
         raise ValueError(
             f"{where}: block_size must be a power of two up to {_MAX_BLOCK}, got {block_size}"

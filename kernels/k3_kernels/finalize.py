@@ -39,6 +39,7 @@ from k3_kernels._compat import (
     next_power_of_2,
     on_device,
 )
+from k3_kernels._numbers import check_experts_here, check_number
 
 __all__ = ["MAX_TOP_K", "MAX_WIDTH", "FinalizeConfig", "choose_config", "finalize"]
 
@@ -102,8 +103,9 @@ def finalize(
         ``k``. May be left out when ``weights`` is given.
     expert_ids
         ``[T, k]`` int32 or int64, for expert parallelism: rows of experts on other ranks are left
-        out, whatever they hold. Goes with ``num_experts`` and ``first_expert``, or ``expert_map``,
-        as in :func:`k3_kernels.dispatch.dispatch`.
+        out, whatever they hold: they count as 0. A weight that is NaN or infinite does spoil its
+        token, whatever rank its expert is on. Goes with ``num_experts`` and ``first_expert``, or
+        ``expert_map``, as in :func:`k3_kernels.dispatch.dispatch`.
     norm_weight
         ``[D]``, any float type: RMSNorm of the sum; None gives the sum itself.
     eps
@@ -136,6 +138,7 @@ def finalize(
     [[2.5, 4.25]]
     """
     where = "k3_kernels.finalize"
+    check_number("finalize", "eps", eps, at_least=0.0)
     check_ndim("finalize", "pairs", pairs, "[T * k, D]")
     num_pairs, width = pairs.shape
     if not 1 <= width <= MAX_WIDTH:
@@ -224,11 +227,11 @@ def _check_experts(
             )
         return
     check_integers("finalize", "expert_ids", expert_ids, shape, like=pairs)
-    if num_experts is None or num_experts < 1 or first_expert < 0:
+    if num_experts is None:
         raise ValueError(
-            f"{where}: expert_ids needs num_experts, the experts on this rank, and first_expert "
-            f"of at least 0; got {num_experts} and {first_expert}"
+            f"{where}: expert_ids needs num_experts, the experts on this rank, got None"
         )
+    check_experts_here("finalize", first_expert, num_experts)
     if expert_map is not None:
         check_ndim("finalize", "expert_map", expert_map, "[E] of int32")
         check_integers("finalize", "expert_map", expert_map, tuple(expert_map.shape), like=pairs)

@@ -22,6 +22,7 @@ from k3_kernels._compat import (
     next_power_of_2,
     on_device,
 )
+from k3_kernels._numbers import check_number
 
 __all__ = ["sigmoid_mul", "silu_and_mul", "situ_and_mul"]
 
@@ -35,6 +36,8 @@ def situ_and_mul(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return K3's SiTU of ``gate`` and ``up``, both ``[T, D]``; computed in float32.
+
+    The bounds ``beta`` and ``linear_beta`` are above 0.
 
     Raises
     ------
@@ -50,6 +53,8 @@ def situ_and_mul(
     >>> situ_and_mul(big, big).tolist()
     [[100.0, 100.0, 100.0, 100.0]]
     """
+    for name, value in (("beta", beta), ("linear_beta", linear_beta)):
+        check_number("situ_and_mul", name, value, above=0.0)
     return _launch("situ_and_mul", "situ", {"gate": gate, "up": up}, out, beta, linear_beta)
 
 

@@ -1,6 +1,6 @@
-"""Checks that the KDA operators share: of states, windows and slot numbers, and of gate weights.
+"""Checks that the KDA operators share: of states and windows, gate weights and numbers.
 
-Needs PyTorch.
+Needs PyTorch. :mod:`k3_kernels.kda_slots` checks who has which slot.
 """
 
 from __future__ import annotations
@@ -8,20 +8,31 @@ from __future__ import annotations
 import torch
 
 from k3_kernels._compat import FLOATS, check_ndim, check_tensor, shape_of
+from k3_kernels._numbers import check_number
 
 __all__ = [
     "HEAD_DIMS",
     "check_conv_state",
     "check_conv_weight",
     "check_gate_weights",
-    "check_sequences",
-    "check_slots",
-    "check_starts",
     "check_state",
+    "check_step_numbers",
 ]
 
 #: Head dimensions that the kernels take; K3 has 128, the smallest are for models to learn on.
 HEAD_DIMS = (16, 32, 64, 128)
+
+
+def check_step_numbers(
+    operator: str, *, lower_bound: float | None = None, scale: float | None = None, **eps: float
+) -> None:
+    """Check the numbers of a step: the gate's bound, the scale of the queries, what norms add."""
+    if lower_bound is not None:
+        check_number(operator, "lower_bound", lower_bound, below=0.0)
+    if scale is not None:
+        check_number(operator, "scale", scale)
+    for name, value in eps.items():
+        check_number(operator, name, value, at_least=0.0)
 
 
 def check_state(
@@ -130,126 +141,3 @@ def check_conv_state(
     if conv_state.numel() and 0 in conv_state.stride():
         raise ValueError(f"{where} is an expanded view whose slots share memory: pass a buffer")
     return int(conv_state.shape[2])
-
-
-def check_slots(
-    operator: str,
-    name: str,
-    numbers: torch.Tensor,
-    num_slots: int | None,
-    null_slot: int,
-    *,
-    like: torch.Tensor,
-    rows: int | None = None,
-) -> torch.Tensor:
-    """Check int32 numbers of requests and return them as ``[B, S]``.
-
-    With ``num_slots`` they are slots: on the CPU, where looking at them does not stop a GPU, each
-    must exist and occur once.
-    """
-    where = f"k3_kernels.{operator}: {name}"
-    if not isinstance(numbers, torch.Tensor):
-        raise TypeError(f"{where} must be a torch.Tensor, got {type(numbers).__name__}")
-    if numbers.dtype != torch.int32:
-        raise TypeError(f"{where} is {numbers.dtype}, expected torch.int32: convert with .int()")
-    if numbers.device != like.device:
-        raise ValueError(f"{where} is on {numbers.device}, expected {like.device}")
-    if rows is not None and tuple(numbers.shape) != (rows,):
-        raise ValueError(f"{where} has shape {list(numbers.shape)}, expected [{rows}]")
-    if numbers.ndim == 1:
-        if numbers.numel() > 1 and num_slots is None and numbers.stride(0) != 1:
-            raise ValueError(f"{where} has stride {numbers.stride(0)}, expected 1")
-        numbers = numbers[:, None]
-    if numbers.ndim != 2 or numbers.shape[1] < 1:
-        raise ValueError(f"{where} has shape {list(numbers.shape)}, expected [B] or [B, S]")
-    if num_slots is not None and numbers.device.type == "cpu":
-        used = numbers[numbers > null_slot]
-        if used.numel() and int(used.max()) >= num_slots:
-            raise ValueError(
-                f"{where} names slot {int(used.max())}, but there are only {num_slots}"
-            )
-        if used.unique().numel() != used.numel():
-            counts = used.unique(return_counts=True)
-            twice = int(counts[0][counts[1] > 1][0])
-            raise ValueError(
-                f"{where} names slot {twice} more than once: requests cannot share a state"
-            )
-    return numbers
-
-
-def check_starts(
-    operator: str, cu_seqlens: torch.Tensor, num_tokens: int, batch: int, *, like: torch.Tensor
-) -> None:
-    """Check int32 ``[B + 1]`` that says where the tokens of B sequences begin.
-
-    On the CPU, where looking at them does not stop a GPU, they must ascend and stay within N: a
-    kernel follows them wherever they lead.
-    """
-    check_slots(operator, "cu_seqlens", cu_seqlens, None, -1, like=like, rows=batch + 1)
-    if cu_seqlens.device.type == "cpu":
-        starts = cu_seqlens.tolist()
-        if starts[0] < 0 or starts[-1] > num_tokens or starts != sorted(starts):
-            raise ValueError(
-                f"k3_kernels.{operator}: cu_seqlens is {starts}, expected numbers that ascend "
-                f"from 0 or more to at most {num_tokens}, the tokens there are"
-            )
-
-
-def check_sequences(
-    operator: str,
-    state_slots: torch.Tensor,
-    num_slots: int,
-    null_slot: int,
-    *,
-    cu_seqlens: torch.Tensor | None,
-    has_initial_state: torch.Tensor | None,
-    checkpoint_at: torch.Tensor | None,
-    checkpoint_slots: torch.Tensor | None,
-    like: torch.Tensor,
-) -> tuple[int, torch.Tensor | None]:
-    """Check what says where sequences are, start and leave states; ``like`` has a row per token.
-
-    Returns their number and ``has_initial_state`` as a kernel can read it.
-    """
-    where = f"k3_kernels.{operator}:"
-
-    def numbers(name: str, given: torch.Tensor, rows: int, slots: int | None = None) -> None:
-        check_slots(operator, name, given, None, null_slot, like=like, rows=rows)
-        if slots is not None:
-            check_slots(operator, name, given, slots, null_slot, like=like)
-
-    slots = check_slots(operator, "state_slots", state_slots, num_slots, null_slot, like=like)
-    batch = slots.shape[0]
-    numbers("state_slots", state_slots, batch)
-    if (checkpoint_at is None) != (checkpoint_slots is None):
-        raise ValueError(f"{where} checkpoint_at and checkpoint_slots go together")
-    if checkpoint_at is not None and checkpoint_slots is not None:
-        numbers("checkpoint_at", checkpoint_at, batch)
-        numbers("checkpoint_slots", checkpoint_slots, batch, num_slots)
-    if cu_seqlens is not None:
-        check_starts(operator, cu_seqlens, like.shape[0], batch, like=like)
-    elif batch != 1:
-        raise ValueError(f"{where} {batch} sequences need cu_seqlens to tell them apart")
-    if has_initial_state is not None:
-        if not isinstance(has_initial_state, torch.Tensor):
-            raise TypeError(
-                f"{where} has_initial_state must be a torch.Tensor, "
-                f"got {type(has_initial_state).__name__}"
-            )
-        if has_initial_state.dtype == torch.bool:
-            has_initial_state = has_initial_state.view(torch.int8)
-        if has_initial_state.is_floating_point() or has_initial_state.is_complex():
-            raise TypeError(
-                f"{where} has_initial_state is {has_initial_state.dtype}, expected bool or int32"
-            )
-        if tuple(has_initial_state.shape) != (batch,) or has_initial_state.device != like.device:
-            raise ValueError(
-                f"{where} has_initial_state has shape {list(has_initial_state.shape)} on "
-                f"{has_initial_state.device}, expected [{batch}] on {like.device}"
-            )
-        if batch > 1 and has_initial_state.stride(0) != 1:
-            raise ValueError(
-                f"{where} has_initial_state has stride {has_initial_state.stride(0)}, expected 1: "
-                "call .contiguous() first"
-            )
-    return batch, has_initial_state

@@ -26,7 +26,8 @@ from k3_kernels._compat import (
     next_power_of_2,
     on_device,
 )
-from k3_kernels.kda_cache import check_conv_state, check_conv_weight, check_sequences
+from k3_kernels.kda_cache import check_conv_state, check_conv_weight
+from k3_kernels.kda_slots import check_sequences
 
 __all__ = ["kda_conv"]
 

@@ -26,7 +26,15 @@ slices, and copies into shared memory run ahead (``stages``); with few it holds 
 registers, because a single pass is then what counts.
 
 *Two trips to memory, not three.* The slot number is a dependent load: it is asked for first, then
-everything that does not need it, then window and state together.
+everything that does not need it, then window and state together. Order in the source is not order
+in the machine code, though: ptxas saves registers and moves loads of the state behind the
+convolution, which waits for the window, and that is a third trip. With ``pin`` window and state are
+asked for before a branch, which no load passes. An H200 then needs 3.9 us for one request, not 4.2.
+
+*One trip before the wait.* A launch that starts early (``pdl``) may not read what the launch before
+could still write, but it may ask the second-level cache for it (``prefetch``): state and window
+travel while that launch drains. With both, one request takes 3.7 us and 32 take 14.9, which were
+19.4; from 128 on the memory is busy all along, and nothing is gained.
 
 *One tile for q, k, v and the gate.* Handled as four vectors of 128, a program of 256 threads would
 compute each of their elements twice or, because Triton recomputes small loads rather than exchange
@@ -51,12 +59,12 @@ from k3_kernels.kda_cache import (
     check_conv_state,
     check_conv_weight,
     check_gate_weights,
-    check_slots,
-    check_starts,
     check_state,
+    check_step_numbers,
 )
 from k3_kernels.kda_decode_config import KDADecodeConfig, choose_config, verify_config
 from k3_kernels.kda_records import KDARecords
+from k3_kernels.kda_slots import check_null_slot, check_slots, check_starts
 
 __all__ = ["HEAD_DIMS", "KDADecodeConfig", "choose_config", "kda_decode", "verify_config"]
 
@@ -132,13 +140,13 @@ def kda_decode(
     records
         Filled by a speculative step. They excuse the caller from S > 1.
     lower_bound
-        K3's gate; None selects the softplus form of Kimi Linear.
+        K3's gate, below 0; None selects the softplus form of Kimi Linear.
     scale
         Of the queries; None is ``D ** -0.5``.
     norm_eps, l2_eps
         Of the output norm and of the norms of q and k.
     null_slot
-        See ``state_slots``. An engine whose block 0 is the null block says 0.
+        See ``state_slots``; -1 or more. An engine whose block 0 is the null block says 0.
     out
         ``[N, H, D]`` for the result, allocated if None.
     config
@@ -147,7 +155,8 @@ def kda_decode(
     Returns
     -------
     Tensor
-        ``[N, H, D]`` in the type of ``qkv``.
+        ``[N, H, D]`` in the type of ``qkv``. Rows that belong to no request, before the first of
+        ``cu_seqlens`` and behind its last, are not written.
 
     Raises
     ------
@@ -175,6 +184,10 @@ def kda_decode(
     >>> state.flatten(1).any(1).tolist(), torch.equal(conv[2, :, 2], qkv[0])
     ([True, False, True], True)
     """
+    check_null_slot("kda_decode", null_slot)
+    check_step_numbers(
+        "kda_decode", lower_bound=lower_bound, scale=scale, norm_eps=norm_eps, l2_eps=l2_eps
+    )
     check_ndim("kda_decode", "qkv", qkv, "[N, 3 * H * D]")
     num_heads, head_dim, num_slots = check_state("kda_decode", state, like=qkv)
     num_tokens, width = qkv.shape[0], num_heads * head_dim
@@ -260,8 +273,7 @@ def kda_decode(
                 *tensors, accepted, *strides, num_slots, draft_slots, columns, *numbers,
                 **constants, BLOCK_V=chosen.block_v, CHUNK=chosen.chunk, STAGES=chosen.stages,
                 EARLY=chosen.early or chosen.block_v == head_dim, PDL=chosen.pdl,
-                LOAD_POLICY="evict_first" if chosen.evict_first in ("loads", "both") else "",
-                STORE_POLICY="evict_first" if chosen.evict_first in ("stores", "both") else "",
+                PREFETCH=min(chosen.prefetch, 4 * head_dim**2), PIN=chosen.pin,
                 num_warps=chosen.num_warps, **_options(chosen),
             )  # fmt: skip
             return out

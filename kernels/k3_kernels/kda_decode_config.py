@@ -33,9 +33,11 @@ class KDADecodeConfig:
     pdl
         Start while the launch before is still ending (programmatic dependent launch, sm_90 and
         later): weights are read, everything else waits.
-    evict_first
-        Whether the second-level cache gives up lines of the state before others: ``"loads"``,
-        ``"stores"``, ``"both"`` or nothing.
+    prefetch
+        Bytes of the head's state that are on their way to the second-level cache, with the window,
+        while the launch before is still ending; 0 or, with ``pdl``, up to 4 D^2.
+    pin
+        Keep the compiler from moving the early slice's loads behind what waits for the window.
     """
 
     block_v: int
@@ -44,7 +46,8 @@ class KDADecodeConfig:
     stages: int
     early: bool = False
     pdl: bool = False
-    evict_first: str = ""
+    prefetch: int = 0
+    pin: bool = False
 
 
 def choose_config(programs: int, head_dim: int, device: torch.device) -> KDADecodeConfig:

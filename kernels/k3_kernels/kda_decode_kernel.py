@@ -20,8 +20,48 @@ from k3_kernels.kda_step_kernel import (
     step_vectors,
     store_window,
 )
+from k3_kernels.prefetch_kernel import prefetch_rows
 
 __all__ = ["kda_decode_kernel"]
+
+
+@triton.jit
+def tile_elements(BLOCK_V: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Return where the elements ``[BLOCK_V, D / CHUNK, CHUNK]`` of a tile of a state are."""
+    keys = tl.arange(0, D // CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    return tl.arange(0, BLOCK_V)[:, None, None] * D + keys[None, :, :]
+
+
+@triton.jit
+def prefetch_slot(
+    conv_ptr,
+    state_ptr,
+    slot,
+    head,
+    H,
+    conv_stride,
+    conv_channel_stride,
+    conv_column_stride,
+    state_stride,
+    state_head_stride,
+    num_slots,
+    null_slot,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BYTES: tl.constexpr,  # of the head's state from its start
+    LAST: tl.constexpr,  # and so many values at its end
+):
+    """Ask the second-level cache for a head's window and for the state that is read first."""
+    if (slot > null_slot) & (slot >= 0) & (slot < num_slots):
+        state = state_ptr + slot.to(tl.int64) * state_stride + head * state_head_stride
+        prefetch_rows(state, 0, 1, BYTES)
+        if LAST > 0 and BYTES + LAST * D * 4 <= D * D * 4:
+            prefetch_rows(state + (D - LAST) * D, 0, 1, LAST * D * 4)
+        if conv_channel_stride == 1:
+            conv = conv_ptr + slot.to(tl.int64) * conv_stride + head * D
+            size: tl.constexpr = D * conv_ptr.dtype.element_ty.primitive_bitwidth // 8
+            for column in tl.static_range(WIDTH - 1):
+                prefetch_rows(conv + column * conv_column_stride, H * D, 3, size)
 
 
 # What changes from call to call must not ask for a compilation: counts that happen to be multiples
@@ -73,11 +113,11 @@ def kda_decode_kernel(
     DRAFT_SLOTS: tl.constexpr,  # a request has several slots, one per draft position
     EARLY: tl.constexpr,  # ask for the last tile before the first, into registers
     PDL: tl.constexpr,  # the launch may start before the one before it has ended
+    PREFETCH: tl.constexpr,  # bytes of the state that are asked for before that one has ended
+    PIN: tl.constexpr,  # ask for window and last tile where the compiler cannot move it down
     BLOCK_V: tl.constexpr,  # values that are in registers at a time
     CHUNK: tl.constexpr,  # keys of a row that neighbouring lanes share
     STAGES: tl.constexpr,  # STAGES - 1 tiles of the state are in flight, if there are several
-    LOAD_POLICY: tl.constexpr,  # of the cache, for the state, and the next one
-    STORE_POLICY: tl.constexpr,
     COMPUTE: tl.constexpr,  # tl.float32: everything between load and store
 ):
     """One token of one head of one request."""
@@ -96,10 +136,19 @@ def kda_decode_kernel(
     if PDL:
         # The launch before this one may still be running: weights do not come from it.
         tl.extra.cuda.gdc_launch_dependents()
+    if PREFETCH:
+        # It may still change: past the first-level cache, so that the real load does not find it.
+        guess = tl.load(slots_ptr + row * slots_stride, cache_modifier=".cg")
     dt_bias = tl.load(dt_bias_ptr + gate_columns, mask=is_gate, other=0.0).to(COMPUTE)
     taps = load_taps(taps_ptr, columns, is_qkv, taps_channel_stride, taps_tap_stride, WIDTH)
     rate = tl.exp(tl.load(A_log_ptr + head).to(COMPUTE))
     norm = tl.load(norm_ptr + channels).to(COMPUTE)
+    if PREFETCH:
+        prefetch_slot(
+            conv_ptr, state_ptr, guess, head, H, conv_stride, conv_channel_stride,
+            conv_column_stride, state_stride, state_head_stride, num_slots, null_slot, D, WIDTH,
+            PREFETCH, BLOCK_V if EARLY else 0,
+        )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
     # The state's address waits for the slot number: ask for that first, then for all else.
@@ -112,6 +161,20 @@ def kda_decode_kernel(
     beta = tl.load(beta_ptr + row * beta_stride + head).to(COMPUTE)
     output_gate = tl.load(output_gate_ptr + row * output_gate_stride + head * D + channels)
 
+    if PIN:
+        # Before the branch below, which no load passes. Behind it, ptxas saves registers and moves
+        # the state's loads past the convolution, which waits for the window: a third trip.
+        valid = (slot > null_slot) & exists
+        pinned_window = load_window(
+            conv_ptr + slot.to(tl.int64) * conv_stride, columns, part < tl.where(valid, 3, 0),
+            conv_channel_stride, conv_column_stride, first, WIDTH,
+        )  # fmt: skip
+        if EARLY:
+            early = state_ptr + start_slot.to(tl.int64) * state_stride + head * state_head_stride
+            elements = tile_elements(BLOCK_V, D, CHUNK) + (NUM_TILES - 1) * BLOCK_V * D
+            there = elements < tl.where(valid, D * D, 0)
+            pinned_state = tl.load(early + elements, mask=there)
+
     out_tile = out_ptr + row * out_stride + head * D + channels
     padding = slot <= null_slot
     if padding | (not exists):
@@ -121,18 +184,22 @@ def kda_decode_kernel(
         return
 
     conv = conv_ptr + slot.to(tl.int64) * conv_stride
-    window = load_window(
-        conv, columns, is_qkv, conv_channel_stride, conv_column_stride, first, WIDTH
-    )
-    keys = tl.arange(0, NUM_CHUNKS)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    elements = tl.arange(0, BLOCK_V)[:, None, None] * D + keys[None, :, :]
-    elements += head * state_head_stride
+    if PIN:
+        window = pinned_window
+    else:
+        window = load_window(
+            conv, columns, is_qkv, conv_channel_stride, conv_column_stride, first, WIDTH
+        )
+    elements = tile_elements(BLOCK_V, D, CHUNK) + head * state_head_stride
     source = state_ptr + start_slot.to(tl.int64) * state_stride + elements
     target = state_ptr + slot.to(tl.int64) * state_stride + elements
     LOOPED: tl.constexpr = NUM_TILES - EARLY
     if EARLY:
         # Asked for before anything waits for the window; its turn comes at the end.
-        last_state = tl.load(source + LOOPED * BLOCK_V * D, eviction_policy=LOAD_POLICY)
+        if PIN:  # noqa: SIM108
+            last_state = pinned_state
+        else:
+            last_state = tl.load(source + LOOPED * BLOCK_V * D)
 
     _convolved, q, k, decay, qk, v = step_vectors(
         window, x, taps, raw_gate, dt_bias, rate, is_gate, lower_bound, scale, l2_eps,
@@ -141,22 +208,22 @@ def kda_decode_kernel(
     beta = sigmoid(beta)
     if LOOPED == 0:
         o, _u, state = delta_step(last_state, q, k, qk, v, decay, beta)
-        tl.store(target, state, eviction_policy=STORE_POLICY)
+        tl.store(target, state)
     else:
         v = tl.reshape(v, [NUM_TILES, BLOCK_V])
         tiles = tl.arange(0, NUM_TILES)[:, None]
         o = tl.zeros([NUM_TILES, BLOCK_V], COMPUTE)
         for tile in tl.range(0, LOOPED, num_stages=STAGES):
-            state = tl.load(source + tile * BLOCK_V * D, eviction_policy=LOAD_POLICY)
+            state = tl.load(source + tile * BLOCK_V * D)
             v_tile = tl.sum(tl.where(tiles == tile, v, 0.0), 0)
             o_tile, _u, state = delta_step(state, q, k, qk, v_tile, decay, beta)
-            tl.store(target + tile * BLOCK_V * D, state, eviction_policy=STORE_POLICY)
+            tl.store(target + tile * BLOCK_V * D, state)
             # The norm needs the whole head: keep the outputs of all tiles.
             o = tl.where(tiles == tile, o_tile[None, :], o)
         if EARLY:
             v_tile = tl.sum(tl.where(tiles == LOOPED, v, 0.0), 0)
             o_tile, _u, state = delta_step(last_state, q, k, qk, v_tile, decay, beta)
-            tl.store(target + LOOPED * BLOCK_V * D, state, eviction_policy=STORE_POLICY)
+            tl.store(target + LOOPED * BLOCK_V * D, state)
             o = tl.where(tiles == LOOPED, o_tile[None, :], o)
         o = tl.reshape(o, [D])
     o = gated_norm(o, norm, output_gate.to(COMPUTE), norm_eps, D)

@@ -56,8 +56,9 @@ from k3_kernels._compat import (
     next_power_of_2,
     on_device,
 )
-from k3_kernels.kda_cache import check_gate_weights, check_sequences, check_state
+from k3_kernels.kda_cache import check_gate_weights, check_state, check_step_numbers
 from k3_kernels.kda_prefill_config import CHUNK, HALF, KDAPrefillConfig, choose_config
+from k3_kernels.kda_slots import check_sequences
 
 __all__ = ["CHUNK", "HALF", "KDAPrefillConfig", "choose_config", "kda_prefill"]
 
@@ -112,7 +113,8 @@ def kda_prefill(
         ``[B]`` bool or int32: whether the state starts from what is in the slot. None: from zero.
     checkpoint_at, checkpoint_slots
         ``[B]`` int32 each: where ``checkpoint_at[b]`` is between 1 and the sequence's length, the
-        state after so many of these tokens goes to slot ``checkpoint_slots[b]`` as well.
+        state after so many of these tokens goes to slot ``checkpoint_slots[b]`` as well. Not to
+        ``state_slots[b]``, which takes the end, nor to a slot of another sequence.
     lower_bound
         K3's gate, between -5 and 0.
     scale, l2_eps, null_slot, out
@@ -159,11 +161,12 @@ def kda_prefill(
             )
     check_tensor("kda_prefill", "raw_beta", raw_beta, shape[:2], like=q)
     dt_bias = check_gate_weights("kda_prefill", A_log, dt_bias, num_heads, head_dim, like=q)
-    if lower_bound is None or not -5.0 <= lower_bound < 0.0:
+    if not isinstance(lower_bound, (int, float)) or not -5.0 <= lower_bound < 0.0:
         raise ValueError(
-            f"k3_kernels.kda_prefill: lower_bound is {lower_bound}, expected -5 to 0: 16 rows of a "
-            "stronger decay leave the range of float32. kda_decode has no such limit"
+            f"k3_kernels.kda_prefill: lower_bound is {lower_bound!r}, expected -5 to 0: 16 rows of "
+            "a stronger decay leave the range of float32. kda_decode has no such limit"
         )
+    check_step_numbers("kda_prefill", scale=scale, l2_eps=l2_eps)
     if only not in (None, *LAUNCHES):
         raise ValueError(
             f"k3_kernels.kda_prefill: only is {only!r}, expected None or one of "

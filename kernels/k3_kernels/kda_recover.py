@@ -21,11 +21,18 @@ How the kernel spends its time
 The floor is the state, read once and written once: 128 kB a head against 1 kB of records a token.
 No output couples the values of a head, so V is cut into pieces of two warps each: many small
 programs hide each other's waiting. The tokens' vectors are worked out again by every warp, in the
-layout that the state has, while its state is on the way: no warp asks another for anything. They
-multiply as they are, no tensor cores: the outer products of nine tokens are ten operations an
-element, and a matrix instruction would have to be fed through shared memory from layouts that loads
-and stores do not have. That way an H200 took 16.0 us for 16 requests, 39 % of the floor; this way
-10, of which 6.2 are the bytes and the rest is two dependent trips to memory and the last store.
+layout that the state has: no warp asks another for anything. They multiply as they are, no tensor
+cores: the outer products of nine tokens are ten operations an element, and a matrix instruction
+would have to be fed through shared memory from layouts that loads and stores do not have. That way
+an H200 took 16.0 us for 16 requests, 39 % of the floor; this way 10.
+
+All that was to happen while the state is on its way. But ptxas saves registers and moves loads of
+records and state down to where their values are needed: one trip after another. With ``pin`` a
+barrier and a branch stand in between, which no load passes: 9.6 us. With state and records on their
+way to the second-level cache while the launch before drains (``prefetch``) it is 9.2. Records then
+come fast enough to wait for their slice (``late_u``), which leaves registers for one slice of the
+state more: 8.8, of which 6.2 are the bytes.
+
 Several layers go into one launch, because a step commits all 69.
 """
 
@@ -36,14 +43,22 @@ from dataclasses import dataclass
 import torch
 
 from k3_kernels import tuned
-from k3_kernels._compat import GRID_LIMIT, check_ndim, check_runs_here, load_kernels, on_device
+from k3_kernels._compat import (
+    GRID_LIMIT,
+    check_ndim,
+    check_runs_here,
+    load_kernels,
+    on_device,
+)
+from k3_kernels._numbers import check_int
 from k3_kernels.kda_cache import (
     check_conv_state,
     check_gate_weights,
-    check_slots,
     check_state,
+    check_step_numbers,
 )
 from k3_kernels.kda_records import KDARecords
+from k3_kernels.kda_slots import check_null_slot, check_owners, check_slots, looks_at
 
 __all__ = ["KDARecoverConfig", "choose_config", "kda_recover"]
 
@@ -61,6 +76,13 @@ class KDARecoverConfig:
         As in :class:`k3_kernels.kda_decode.KDADecodeConfig`.
     ahead
         How many slices it asks for before they are needed.
+    prefetch
+        Whether state and records are on their way to the second-level cache while the launch
+        before is still ending; with ``pdl``.
+    pin
+        Keep the compiler from moving loads down to where their values are needed.
+    late_u
+        Whether u of a slice is read when the slice has its turn, out of the first-level cache.
     """
 
     block_v: int
@@ -68,6 +90,9 @@ class KDARecoverConfig:
     num_warps: int
     pdl: bool = False
     ahead: int = 1
+    prefetch: bool = False
+    pin: bool = False
+    late_u: bool = False
 
 
 def choose_config(programs: int, head_dim: int, device: torch.device) -> KDARecoverConfig:
@@ -76,7 +101,8 @@ def choose_config(programs: int, head_dim: int, device: torch.device) -> KDAReco
     Examples
     --------
     >>> choose_config(12, 128, torch.device("cpu"))
-    KDARecoverConfig(block_v=16, slice_v=8, num_warps=1, pdl=False, ahead=1)
+    KDARecoverConfig(block_v=16, slice_v=8, num_warps=1, pdl=False, ahead=1, \
+prefetch=False, pin=False, late_u=False)
     """
     found = tuned.lookup("kda_recover", f"D={head_dim}", programs, device)
     if found is not None:
@@ -123,12 +149,14 @@ def kda_recover(
     boundary, boundary_slots
         ``[B]`` int32 each: where ``1 <= boundary[b] <= num_accepted[b]``, the state after the first
         ``boundary[b]`` tokens goes to slot ``boundary_slots[b]`` too. That may be the slot that the
-        step started from.
+        step started from if ``final_slots`` names another, but not the one that takes the end: it
+        can hold one state. No slot of one request may be one of another's, in any of the lists.
     conv_state
         ``[slots, C, L]`` as the step left it, or ``[layers, slots, C, L]``: its windows move to
-        columns 0 .. ``conv_width - 2`` of the same slots as the states.
+        columns 0 .. ``conv_width - 2`` of the same slots as the states. ``L`` must be at least
+        ``conv_width - 2`` and the tokens to commit.
     conv_width
-        Taps of the convolution.
+        Taps of the convolution, 2 or more.
     lower_bound, l2_eps, null_slot
         As in the step.
     config
@@ -138,7 +166,8 @@ def kda_recover(
     ------
     TypeError, ValueError
         If an argument does not fit; the message names it. Slots and counts are looked at on the
-        CPU only; on a GPU a request with a slot or count that does not exist is left alone.
+        CPU only; on a GPU a request with a slot or count that does not exist, or with more tokens
+        than its window holds, is left alone.
     ImportError, RuntimeError
         If Triton is missing or cannot run here.
 
@@ -161,6 +190,9 @@ def kda_recover(
         raise TypeError(
             f"k3_kernels.kda_recover: records must be KDARecords, got {type(records).__name__}"
         )
+    check_null_slot("kda_recover", null_slot)
+    check_step_numbers("kda_recover", lower_bound=lower_bound, l2_eps=l2_eps)
+    check_int("kda_recover", "conv_width", conv_width, at_least=2)
     layered = isinstance(state, torch.Tensor) and state.ndim == 5
     like = state if isinstance(state, torch.Tensor) else records.u
     num_heads, head_dim, num_slots = check_state("kda_recover", state, like=like, layers=layered)
@@ -173,7 +205,7 @@ def kda_recover(
     )
     check_slots("kda_recover", "num_accepted", num_accepted, None, null_slot, like=state,
                 rows=batch)  # fmt: skip
-    if state.device.type == "cpu" and batch and int(num_accepted.max()) > records.max_tokens:
+    if looks_at(state) and batch and int(num_accepted.max()) > records.max_tokens:
         raise ValueError(
             f"k3_kernels.kda_recover: num_accepted is up to {int(num_accepted.max())}, but there "
             f"are records of {records.max_tokens} tokens"
@@ -181,7 +213,8 @@ def kda_recover(
     if final_slots is not None:
         check_slots("kda_recover", "final_slots", final_slots, None, null_slot, like=state,
                     rows=batch)  # fmt: skip
-        check_slots("kda_recover", "final_slots", final_slots, num_slots, null_slot, like=state)
+        check_slots("kda_recover", "final_slots", final_slots, num_slots, null_slot, like=state,
+                    distinct=False)  # fmt: skip
     if (boundary is None) != (boundary_slots is None):
         raise ValueError("k3_kernels.kda_recover: boundary and boundary_slots go together")
     if boundary is not None and boundary_slots is not None:
@@ -190,7 +223,14 @@ def kda_recover(
             ("boundary_slots", boundary_slots, num_slots),
         ):
             check_slots("kda_recover", name, numbers, None, null_slot, like=state, rows=batch)
-            check_slots("kda_recover", name, numbers, limit, null_slot, like=state)
+            check_slots("kda_recover", name, numbers, limit, null_slot, like=state, distinct=False)
+    if final_slots is not None or boundary is not None:
+        between = None
+        if boundary is not None and boundary_slots is not None:
+            between = ("boundary_slots", boundary_slots, boundary)
+        check_owners(
+            "kda_recover", null_slot, state_slots, num_accepted, ends=final_slots, between=between
+        )
     dt_bias = check_gate_weights(
         "kda_recover", A_log, dt_bias, num_heads, head_dim, like=state, layers=front
     )
@@ -212,6 +252,14 @@ def kda_recover(
             )  # fmt: skip
     if state.numel() == 0 or batch == 0:
         return
+    if conv_state is not None and looks_at(state):
+        most = int(num_accepted.where(state_slots > null_slot, 0).max())
+        if most + conv_width - 2 > columns:
+            raise ValueError(
+                f"k3_kernels.kda_recover: conv_state keeps {columns} inputs, but after {most} "
+                f"accepted tokens {conv_width} taps need {most + conv_width - 2}: it is not the "
+                "window that the step kept wide"
+            )
 
     kernels = load_kernels("kda_recover")
     kernel = kernels.kda_recover_kernel
@@ -263,6 +311,6 @@ def kda_recover(
             MOVE_WINDOW=conv_state is not None, WIDTH=conv_width,
             BLOCK_V=min(config.block_v, head_dim), SLICE=config.slice_v,
             ROWS=config.num_warps, AHEAD=config.ahead, COMPUTE=kernels.tl.float32,
-            PDL=config.pdl, num_warps=config.num_warps,
-            **({"launch_pdl": True} if config.pdl else {}),
+            PDL=config.pdl, PREFETCH=config.prefetch, PIN=config.pin, LATE_U=config.late_u,
+            num_warps=config.num_warps, **({"launch_pdl": True} if config.pdl else {}),
         )  # fmt: skip

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from k3_kernels.kda_step_kernel import decay_factor
+from k3_kernels.prefetch_kernel import prefetch_rows
 
 __all__ = ["kda_recover_kernel"]
 
@@ -119,10 +120,13 @@ def kda_recover_kernel(
     MOVE_WINDOW: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,  # ask for state and records before the launch before has ended
+    PIN: tl.constexpr,  # the compiler may not move loads down
     BLOCK_V: tl.constexpr,  # values of a program
     SLICE: tl.constexpr,  # and how many of them it takes at a time
     ROWS: tl.constexpr,  # warps of a program
     AHEAD: tl.constexpr,  # slices that are asked for before they are needed
+    LATE_U: tl.constexpr,  # read u of a slice when its turn comes: the first brought the lines
     COMPUTE: tl.constexpr,
 ):
     """Commit a slice of values of one head of one request in one layer."""
@@ -131,6 +135,23 @@ def kda_recover_kernel(
     row = (tl.program_id(2) % num_requests).to(tl.int64)
     layer = (tl.program_id(2) // num_requests).to(tl.int64)
     keys = tl.arange(0, D)
+    if PREFETCH:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        # It may still change: past the first-level cache, so that the real load does not find it.
+        guess = tl.load(slots_ptr + row, cache_modifier=".cg")
+        first = head * D + tl.program_id(0) * BLOCK_V
+        u_start = u_ptr + layer * u_layer_stride + row * u_stride + first
+        prefetch_rows(u_start, u_token_stride, TOKENS, BLOCK_V * 4)
+        size: tl.constexpr = D * key_ptr.dtype.element_ty.primitive_bitwidth // 8
+        key_start = key_ptr + layer * key_layer_stride + row * key_stride + head * D
+        prefetch_rows(key_start, key_token_stride, TOKENS, size)
+        gate_start = gate_ptr + layer * gate_layer_stride + row * gate_stride + head * D
+        prefetch_rows(gate_start, gate_token_stride, TOKENS, size)
+        if (guess > null_slot) & (guess >= 0) & (guess < num_slots):
+            state_start = state_ptr + layer * state_layer_stride + head * state_head_stride
+            state_start += guess.to(tl.int64) * state_stride + tl.program_id(0) * (BLOCK_V * D)
+            prefetch_rows(state_start, 0, 1, BLOCK_V * D * 4)
     # Every row of a tile of vectors is the same: a row for each warp, so that no warp has to ask
     # another for its weights.
     channels = head * D + keys[None, :] + 0 * tl.arange(0, ROWS)[:, None]
@@ -151,14 +172,19 @@ def kda_recover_kernel(
     for token in tl.static_range(TOKENS):
         k = k + (tl.load(key_row + token * key_token_stride).to(COMPUTE),)
         decay = decay + (tl.load(gate_row + token * gate_token_stride).to(COMPUTE),)
+    if PIN:
+        # No load passes a barrier. Left alone, ptxas saves registers and moves each of these, and
+        # those of the state, to where its value is needed: one trip to memory after another.
+        tl.debug_barrier()
 
     exists = (slot > null_slot) & (slot < num_slots)
     exists = exists & (final_slot > null_slot) & (final_slot < num_slots)
     exists = exists & (count > 0) & (count <= TOKENS)
     if MOVE_WINDOW:
         exists = exists & (count + WIDTH - 2 <= num_columns)
-    if not exists:
-        return
+    if not PIN:
+        if not exists:
+            return
     layer_state = state_ptr + layer * state_layer_stride + head * state_head_stride
     source = layer_state + slot.to(tl.int64) * state_stride
     final = layer_state + final_slot.to(tl.int64) * state_stride
@@ -169,8 +195,17 @@ def kda_recover_kernel(
     ahead = ()
     for piece in tl.static_range(AHEAD):
         if piece * SLICE < BLOCK_V:
-            ahead = ahead + (tl.load(source + piece * (SLICE * D) + elements),)
+            if PIN:
+                # In one block with the loads above, before a branch that none of them passes.
+                there = elements < tl.where(exists, D * D, 0)
+                early = tl.load(source + piece * (SLICE * D) + elements, mask=there)
+                ahead = ahead + (early,)
+            else:
+                ahead = ahead + (tl.load(source + piece * (SLICE * D) + elements),)
     u = load_u(u_row, values, count, u_token_stride, D, TOKENS)
+    if PIN:
+        if not exists:
+            return
     normalised = ()
     decays = ()
     for token in tl.static_range(TOKENS):
@@ -189,7 +224,9 @@ def kda_recover_kernel(
     for piece in tl.static_range(BLOCK_V // SLICE):
         if (piece + AHEAD) * SLICE < BLOCK_V:
             ahead = ahead + (tl.load(source + (piece + AHEAD) * (SLICE * D) + elements),)
-        if (piece + 1) * SLICE < BLOCK_V:
+        if LATE_U and piece > 0:
+            u = load_u(u_row, values + piece * SLICE, count, u_token_stride, D, TOKENS)
+        if (piece + 1) * SLICE < BLOCK_V and not LATE_U:
             next_values = values + (piece + 1) * SLICE
             next_u = load_u(u_row, next_values, count, u_token_stride, D, TOKENS)
         if HAS_BOUNDARY:
@@ -198,7 +235,7 @@ def kda_recover_kernel(
                 tl.store(at_boundary + piece * SLICE * D + elements, earlier)
         after = state_after(ahead[piece], u, weights, behind, TOKENS)
         tl.store(final + piece * SLICE * D + elements, after)
-        if (piece + 1) * SLICE < BLOCK_V:
+        if (piece + 1) * SLICE < BLOCK_V and not LATE_U:
             u = next_u
 
     if MOVE_WINDOW:

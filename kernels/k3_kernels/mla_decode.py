@@ -59,6 +59,7 @@ from k3_kernels._compat import (
     next_power_of_2,
     on_device,
 )
+from k3_kernels._numbers import check_int, check_number
 from k3_kernels.mla_decode_config import (
     MAX_RANK,
     MAX_SPLITS,
@@ -165,8 +166,9 @@ def mla_decode(
                      output=True)  # fmt: skip
         if lse.dtype != torch.float32:
             raise TypeError(f"k3_kernels.mla_decode: lse is {lse.dtype}, expected torch.float32")
-    if splits is not None and not 1 <= splits <= MAX_SPLITS:
-        raise ValueError(f"k3_kernels.mla_decode: splits is {splits}, expected 1..{MAX_SPLITS}")
+    check_number("mla_decode", "scale", scale)
+    if splits is not None:
+        check_int("mla_decode", "splits", splits, at_least=1, at_most=MAX_SPLITS)
     if not num_rows or not heads:
         return out
 

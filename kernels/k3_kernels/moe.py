@@ -28,10 +28,12 @@ from __future__ import annotations
 import torch
 
 from k3_kernels._compat import check_ndim, check_tensor
+from k3_kernels._numbers import check_experts_here, check_number
 from k3_kernels.dispatch import dispatch
 from k3_kernels.finalize import finalize
 from k3_kernels.moe_config import MoEConfig, choose_config
 from k3_kernels.moe_gemm import Groups, down, gate_up
+from k3_kernels.moe_tiles import list_tiles, max_tiles
 from k3_kernels.moe_weights import BF16Experts, ExpertWeights, MXFP4Experts
 
 __all__ = ["make_groups", "moe_experts"]
@@ -70,7 +72,7 @@ def moe_experts(
         Expert parallelism: ``experts`` are the experts ``first_expert`` and following of the model.
         Pairs of others contribute nothing; the ranks' results are to be added.
     beta, linear_beta
-        Of SiTU.
+        Of SiTU, above 0.
     norm_weight, eps
         ``[H]``: apply the RMSNorm of the layer's latent output. Only where one rank holds the
         complete sum.
@@ -109,6 +111,9 @@ def moe_experts(
     True
     """
     _check(x, experts, expert_ids, weights, first_expert)
+    for name, value in (("beta", beta), ("linear_beta", linear_beta)):
+        check_number("moe_experts", name, value, above=0.0)
+    check_number("moe_experts", "eps", eps, at_least=0.0)
     num_tokens, top_k = expert_ids.shape
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -141,6 +146,11 @@ def make_groups(
         return Groups(expert_ids, expert_ids, pairs, pairs, pairs, True, first_expert)
     made = dispatch(expert_ids, experts.num_experts, config.granule, first_expert=first_expert)
     slots = made.sorted_token_ids
+    if config.listed and (config.prefill or not isinstance(experts, MXFP4Experts)):
+        tile = (config.block_m + config.extra_m) // config.granule
+        most = max_tiles(pairs, experts.num_experts, config.granule, tile)
+        tiles = list_tiles(made.block_expert_ids, most, tile)
+        return Groups(slots, tiles, pairs, most, len(slots), False)
     return Groups(
         slots, made.block_expert_ids, pairs, len(made.block_expert_ids), len(slots), False
     )
@@ -169,10 +179,9 @@ def _check(
     check_tensor(
         "moe_experts", "weights", weights, tuple(expert_ids.shape), like=x, same_dtype=False
     )
-    if isinstance(first_expert, bool) or not isinstance(first_expert, int):
-        raise TypeError(f"{where}: first_expert must be an int, got {type(first_expert).__name__}")
-    if first_expert < 0:
-        raise ValueError(f"{where}: first_expert must be at least 0, got {first_expert}")
+    if experts.num_experts < 1:
+        raise ValueError(f"{where}: experts holds no expert, expected at least 1")
+    check_experts_here("moe_experts", first_expert, experts.num_experts)
     if weights.dtype != torch.float32:
         raise TypeError(f"{where}: weights is {weights.dtype}, expected float32: call .float()")
     for name, tensor in (("expert_ids", expert_ids), ("weights", weights)):

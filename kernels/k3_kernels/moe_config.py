@@ -42,6 +42,14 @@ class MoEConfig:
     fit
         Prefill only: tiles read the tokens they have and no copies to fill up, and a half-empty
         one is multiplied at half its size: worth it where loads differ.
+    fit_extra
+        With ``fit`` and ``extra_m``: half a tile and ``extra_m`` more are a size of their own too.
+    listed
+        Prefill only: programs take their tiles from a list (:mod:`k3_kernels.moe_tiles`), so that
+        none is started for nothing and an expert's weights are read from memory once; they work at
+        so many places of the list at the same time.
+    gate_boxed, down_boxed
+        Plain weights only: the copy engine brings weights, and what down reads, as whole tiles.
     gate_registers, down_registers
         Most registers a thread may use, 0 for as many as the compiler likes: fewer let more
         programs share a multiprocessor.
@@ -65,6 +73,10 @@ class MoEConfig:
     down_resident: bool = False
     block_k: int = 128
     fit: bool = False
+    fit_extra: bool = False
+    listed: int = 0
+    gate_boxed: bool = False
+    down_boxed: bool = False
     gate_registers: int = 0
     down_registers: int = 0
 
@@ -78,8 +90,14 @@ class MoEConfig:
                 f"MoEConfig: extra_m={self.extra_m} must go into block_m={self.block_m} "
                 "once to 15 times"
             )
+        if self.fit_extra and not self.fit:
+            raise ValueError("MoEConfig: fit_extra needs fit")
+        if self.listed < 0 or self.listed & (self.listed - 1):
+            raise ValueError(f"MoEConfig: listed must be 0 or a power of two, got {self.listed}")
         if self.down_resident and self.down_split > 1:
             raise ValueError("MoEConfig: down_resident and down_split exclude each other")
+        if self.down_resident and self.down_boxed:
+            raise ValueError("MoEConfig: down_resident and down_boxed exclude each other")
 
     @property
     def granule(self) -> int:
@@ -135,7 +153,7 @@ def choose_config(experts: ExpertWeights, num_tokens: int, top_k: int) -> MoECon
     load = pairs / max(1, experts.num_experts)
     mxfp4 = isinstance(experts, MXFP4Experts)
     if load > 48:
-        tile = {"block_m": 128, "extra_m": 32}
+        tile = {"block_m": 128, "extra_m": 32, "listed": 1}
     else:
         tile = {"block_m": 16 if load <= 12 else 32 if load <= 24 else 64}
     if not mxfp4:

@@ -32,8 +32,8 @@ four parts of the columns; the part that finishes last, told by a counter in mem
 with 384 columns is three steps, too short to hide their start: a program keeps its activations and
 walks over ``down_row_blocks`` blocks of rows.
 
-Many tokens an expert (:mod:`k3_kernels.moe_prefill_kernel`)
-------------------------------------------------------------
+Many tokens an expert (:mod:`k3_kernels.moe_prefill_gate_kernel`, ``..._down_kernel``)
+--------------------------------------------------------------------------------------
 *Unpack once, multiply 32 to 160 columns.* Scaling accumulators would cost as much as the products
 (one multiply-add for 32), so here scales multiply the weights, two at a time, exactly. 128 columns
 become one operand in registers and eight ``wgmma`` follow one another without a wait; the next
@@ -42,6 +42,25 @@ operand is unpacked while they run. 3.6 instructions a weight, for 16 weights a 
 *Tiles fit the load.* 8192 tokens x 16 choices are 146 pairs an expert: two tiles of 128 would be
 43 % padding, three of 64 unpack three times. A program takes 128 + 32 with two products from one
 unpacked operand, 91 % full. This took gate-up from 2078 to 1640 us and down from 1219 to 973 us.
+For the 37 tokens an expert has at T = 2048 it is 32 + 16 instead of 64, and ``fit`` reads no copies
+where a tile is not full; together with the list below a whole call takes 1029 and 1128 instead of
+1083 and 1223 us with even and skewed load, expert parallel. Plain weights cost nothing to unpack,
+so half a tile and the extra one, 96, are a size of their own there (``fit_extra``).
+
+*No program for nothing, and weights read once* (:mod:`k3_kernels.moe_tiles`). Of five programs with
+tiles of 128 + 32 four used to end at once; and tile after tile of one expert each read its 44 MB of
+bfloat16 weights anew. From the list, T = 8192, expert parallel, even and skewed load: 3085 -> 2845
+and 3284 -> 3026 us in bfloat16, 2474 -> 2356 and 2742 -> 2581 us in MXFP4.
+
+*The copy engine brings plain weights* (``gate_boxed``, ``down_boxed``): no addresses, no copy
+instructions, and registers left for a second program of down on a multiprocessor, although it then
+spills some 80 of them before and behind its loop. Against the call before boxes and list 3158 ->
+2632 and 3396 -> 2843 us, at four places of the list at a time; at one 2687 and 2853 us. Activations
+of gate-up are gathered row by row, which it cannot do on Hopper.
+
+On a tensor-parallel rank down has six steps, and boxes gain nothing. There a program walks over
+``down_row_blocks`` blocks of rows, and 14 instead of 4 take 1287 instead of 1341 us: the whole call
+3605 -> 3322 and 3947 -> 3625 us.
 
 Bfloat16 weights run through the same kernels without the unpacking; there vLLM's Triton kernel
 already reaches 95 % of the bandwidth for T = 16 to 256, and so do these.
@@ -49,30 +68,41 @@ already reaches 95 % of the bandwidth for T = 16 to 256, and so do these.
 What limits the rest, side by side with the peers (``data/results/h200/kernels.json``): at 64 and
 256 tokens 85 to 89 % of the bandwidth; at one token 22 us for 8 us of bytes, of which gate-up is
 12, down 7, and the rest launches. At T = 8192 about half of 790 TFLOP/s: a multiprocessor reads
-each token once for every 64 or 128 rows of weights, 5 TB/s from the L2 cache in all. So does the
-tile of 64 for the 37 tokens an expert has at T = 2048, 27 of them copies to fill it; there Humming
-is ahead on the expert-parallel shape (1003 against 1100 us). ``fit`` leaves the copies out and is
-yet to be measured. With Triton 3.6 the widest gate-up tile spills one register (24 bytes, one load
-a step), with 3.9 none.
+each token once for every 64 or 128 rows of weights, 5 TB/s from the L2 cache in all. Triton 3.9
+allocates otherwise than 3.6, with which all this was measured: without a bound of 128 registers
+only two gate-up programs with 32 + 16 tokens share a multiprocessor, and with ``fit`` the tallest
+tile of down on a tensor-parallel rank finds no room at all.
 
 What was tried and lost, on an H200, gate-up at T = 64 (223 us) unless said otherwise: four stages
 (255 us), unrolling four times (268 us); 16 tokens a program (404 against 334 us at T = 256);
 activations in one copy a step, cut in registers (fewer instructions, 2.48 a weight, but no faster,
-and down of width 3072 142 -> 181 us); tiles of 32 + 16 at T = 2048 (766 against 654 us).
+and down of width 3072 142 -> 181 us); tiles of 32 + 16 at T = 2048 without ``fit`` and the list
+(766 against 654 us), of 64 + 16 with them (746 against 633 us); of 32 + 8 at T = 1024 (1206 against
+472 us). For down on a tensor-parallel rank at T = 8192 in bfloat16 (1287 us): boxes (1303 us),
+activations kept in registers (1544 us), or kept and boxes (1716 us).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from k3_kernels._compat import check_runs_here, load_kernels, next_power_of_2, on_device
 from k3_kernels.moe_config import MoEConfig
-from k3_kernels.moe_weights import BF16Experts, ExpertWeights, MXFP4Experts
+from k3_kernels.moe_launch import (
+    box,
+    compute_type,
+    counters,
+    fits_box,
+    index_type,
+    register_limit,
+    weight_format,
+    weight_tensors,
+)
+from k3_kernels.moe_weights import ExpertWeights, MXFP4Experts
 
-__all__ = ["Groups", "compute_type", "down", "gate_up"]
+__all__ = ["Groups", "down", "gate_up"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +114,7 @@ class Groups:
     ids
         Direct: expert of every pair, int ``[P]``. Else pair of every slot.
     block_experts
-        Expert of every block; not used if direct.
+        Expert of every block, or the list of tiles; not used if direct.
     num_pairs, num_blocks, num_rows
         P; programs along the rows; rows of the activations in between.
     direct
@@ -100,35 +130,6 @@ class Groups:
     num_rows: int
     direct: bool
     first_expert: int = 0
-
-
-_COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
-
-
-def _counters(device: torch.device, count: int) -> torch.Tensor:
-    """Return zeros that a split leaves as zeros.
-
-    Calls on one stream follow one another and may share them. What a CUDA graph records may run
-    beside any stream, so it gets zeros of its own, which every replay writes anew.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    found = _COUNTERS.get((device, stream))
-    if found is None or found.numel() < count:
-        found = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
-        _COUNTERS[device, stream] = found
-    return found
-
-
-def compute_type(kernels: Any, x: torch.Tensor) -> Any:
-    """Return what the matrix units multiply: bfloat16 as it is, everything else as float32."""
-    return kernels.tl.bfloat16 if x.dtype == torch.bfloat16 else kernels.tl.float32
-
-
-def _index_type(kernels: Any, rows: torch.Tensor) -> Any:
-    """Return the type of an offset into ``rows``."""
-    return kernels.tl.int32 if rows.shape[0] * rows.stride(0) < 2**31 else kernels.tl.int64
 
 
 def gate_up(
@@ -168,20 +169,26 @@ def gate_up(
         out = x.new_empty((groups.num_rows, inner if fused else 2 * inner))
     mxfp4 = isinstance(experts, MXFP4Experts)
     if config.prefill or not mxfp4:
-        kernels = load_kernels("moe_prefill")
+        kernels = load_kernels("moe_prefill_gate")
         kernel = kernels.gate_up_prefill_kernel
         check_runs_here("moe_experts", kernel, x)
+        boxed = config.gate_boxed and not mxfp4 and fits_box(experts.gate_up)
+        operands = weight_tensors(experts, "gate_up")
+        if boxed:
+            rows = experts.gate_up.flatten(0, 1)
+            operands = (box(rows, config.gate_block_n, config.block_k), operands[1])
         grid = groups.num_blocks * -(-inner // config.gate_block_n)
         with on_device(x):
             kernel[(grid,)](
-                out, x, *_operands(experts, "gate_up"), groups.ids, groups.block_experts,
+                out, x, *operands, groups.ids, groups.block_experts,
                 x.stride(0), groups.num_pairs, groups.num_blocks, H=hidden, I=inner, TOP_K=top_k,
-                BETA=beta, LINEAR_BETA=linear_beta, FUSED=fused, **_format(experts, "gate_up"),
-                BLOCK_M=config.block_m, EXTRA_M=config.extra_m,
+                BETA=beta, LINEAR_BETA=linear_beta, FUSED=fused,
+                **weight_format(experts, "gate_up"), BLOCK_M=config.block_m, EXTRA_M=config.extra_m,
                 BLOCK_N=config.gate_block_n, BLOCK_K=128 if mxfp4 else config.block_k,
-                FIT=config.fit, INDEX=_index_type(kernels, x), COMPUTE=compute_type(kernels, x),
+                FIT=config.fit, FIT_EXTRA=config.fit_extra, BOXED=boxed, LISTED=config.listed,
+                INDEX=index_type(kernels, x), COMPUTE=compute_type(kernels, x),
                 num_warps=config.gate_warps, num_stages=config.gate_stages,
-            **_registers(config.gate_registers),
+                **register_limit(config.gate_registers),
             )  # fmt: skip
         return out
     kernels = load_kernels("moe_gemm")
@@ -193,17 +200,17 @@ def gate_up(
     if split > 1:
         size = (programs * split, 2 * config.block_m * 64)
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        counter = _counters(x.device, programs)
+        counter = counters(x.device, programs)
     with on_device(x):
         kernel[(programs * split,)](
-            out, x, *_operands(experts, "gate_up"), groups.ids, groups.block_experts, partial,
+            out, x, *weight_tensors(experts, "gate_up"), groups.ids, groups.block_experts, partial,
             counter, x.stride(0), groups.num_pairs, groups.first_expert, H=hidden, I=inner,
             TOP_K=top_k, NUM_EXPERTS=experts.num_experts, BETA=beta, LINEAR_BETA=linear_beta,
             FUSED=fused, ROTATED=experts.gate_up.layout == "rotated", WIDE=experts.gate_up.wide,
             MAX_PAIRS=_max_pairs(groups), BLOCK_M=config.block_m, SPLIT_K=split,
             UNROLL=config.gate_unroll, COMPUTE=compute_type(kernels, x),
             num_warps=config.gate_warps, num_stages=config.gate_stages,
-            **_registers(config.gate_registers),
+            **register_limit(config.gate_registers),
         )  # fmt: skip
     return out
 
@@ -242,21 +249,31 @@ def down(
     if out is None:
         out = act.new_empty((groups.num_pairs * split, hidden))
     if config.prefill or not mxfp4:
-        kernels = load_kernels("moe_prefill")
+        kernels = load_kernels("moe_prefill_down")
         kernel = kernels.down_prefill_kernel
         check_runs_here("moe_experts", kernel, act)
         row_blocks = -(-hidden // config.down_block_n)
         chunks = -(-row_blocks // config.down_row_blocks)
+        boxed = config.down_boxed and not mxfp4 and fits_box(experts.down, act)
+        operands = (act, *weight_tensors(experts, "down"))
+        half_act = extra_act = None
+        if boxed:
+            block, columns = config.block_m, config.block_k
+            rows = box(experts.down.flatten(0, 1), config.down_block_n, columns)
+            operands = (box(act, block, columns), rows, operands[2])
+            half_act = box(act, max(1, block // 2), columns)
+            extra_act = box(act, config.granule, columns)
         with on_device(act):
             kernel[(groups.num_blocks * chunks,)](
-                out, act, *_operands(experts, "down"), weights, groups.ids, groups.block_experts,
+                out, *operands, weights, groups.ids, groups.block_experts, half_act, extra_act,
                 groups.num_pairs, groups.num_blocks, H=hidden, I=inner,
-                **_format(experts, "down"), BLOCK_M=config.block_m, EXTRA_M=config.extra_m,
+                **weight_format(experts, "down"), BLOCK_M=config.block_m, EXTRA_M=config.extra_m,
                 BLOCK_N=config.down_block_n, BLOCK_K=128 if mxfp4 else config.block_k,
                 ROW_BLOCKS=config.down_row_blocks, RESIDENT=config.down_resident,
-                FIT=config.fit, INDEX=_index_type(kernels, act), COMPUTE=compute_type(kernels, act),
+                FIT=config.fit, FIT_EXTRA=config.fit_extra, BOXED=boxed, LISTED=config.listed,
+                INDEX=index_type(kernels, act), COMPUTE=compute_type(kernels, act),
                 num_warps=config.down_warps, num_stages=config.down_stages,
-                **_registers(config.down_registers),
+                **register_limit(config.down_registers),
             )  # fmt: skip
         return out
     kernels = load_kernels("moe_gemm")
@@ -266,35 +283,17 @@ def down(
     chunks = -(-row_blocks // config.down_row_blocks)
     with on_device(act):
         kernel[(groups.num_blocks * chunks * split,)](
-            out, act, *_operands(experts, "down"), weights, groups.ids, groups.block_experts,
+            out, act, *weight_tensors(experts, "down"), weights, groups.ids, groups.block_experts,
             groups.num_pairs, groups.first_expert, H=hidden, I=inner,
             NUM_EXPERTS=experts.num_experts, ROTATED=experts.down.layout == "rotated",
             WIDE=experts.down.wide, MAX_PAIRS=_max_pairs(groups), BLOCK_M=config.block_m,
             SPLIT_K=split, UNROLL=config.down_unroll,
             ROW_BLOCKS=config.down_row_blocks, RESIDENT=config.down_resident,
             COMPUTE=compute_type(kernels, act), num_warps=config.down_warps,
-            num_stages=config.down_stages, **_registers(config.down_registers),
+            num_stages=config.down_stages, **register_limit(config.down_registers),
         )  # fmt: skip
     return out
 
 
-def _registers(most: int) -> dict[str, int]:
-    return {"maxnreg": most} if most else {}
-
-
 def _max_pairs(groups: Groups) -> int:
     return max(16, next_power_of_2(groups.num_pairs)) if groups.direct else 0
-
-
-def _operands(experts: ExpertWeights, which: str) -> tuple[torch.Tensor, torch.Tensor]:
-    weights = getattr(experts, which)
-    if isinstance(experts, MXFP4Experts):
-        return weights.words, weights.scales
-    return weights, weights
-
-
-def _format(experts: ExpertWeights, which: str) -> dict[str, bool]:
-    if isinstance(experts, BF16Experts):
-        return {"MXFP4": False, "ROTATED": False, "WIDE": False}
-    packed = getattr(experts, which)
-    return {"MXFP4": True, "ROTATED": packed.layout == "rotated", "WIDE": packed.wide}

@@ -1,6 +1,6 @@
 """Triton code that loads the tiles of the expert GEMMs for many tokens.
 
-Needs Triton. Used by :mod:`k3_kernels.moe_prefill_kernel`.
+Needs Triton. Used by the kernels of :mod:`k3_kernels.moe_gemm` for many tokens.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     Parameters
     ----------
     x
-        ``[T, H, P]``, changed in place; rows and heads may be any distance apart.
+        ``[T, H, P]``, changed in place; rows and heads may be any distance apart, but must not
+        share memory.
     cos, sin
         float32 ``[T, P / 2]``, contiguous: of the angle of each token and pair.
 
@@ -60,10 +61,23 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     check_tensor("rotary", "x", x, (tokens, heads, width), like=x, output=True)
     for name, tensor in (("cos", cos), ("sin", sin)):
         check_tensor("rotary", name, tensor, (tokens, width // 2), like=x, same_dtype=False)
+        if tensor.dtype != torch.float32:
+            raise TypeError(
+                f"k3_kernels.rotary: {name} is {tensor.dtype}, expected torch.float32: its angles "
+                "need the digits, call .float()"
+            )
         if not tensor.is_contiguous():
             raise ValueError(f"k3_kernels.rotary: {name} must be contiguous, call .contiguous()")
     if not x.numel():
         return x
+    reach = width  # elements from the first to behind the last of the dimensions so far
+    for stride, size in sorted(((x.stride(1), heads), (x.stride(0), tokens))):
+        if size > 1 and stride < reach:
+            raise ValueError(
+                f"k3_kernels.rotary: x has strides {list(x.stride())} for {list(x.shape)}: heads "
+                "share memory and would be rotated twice, pass a real buffer"
+            )
+        reach += stride * (size - 1)
     kernels = load_kernels("rotary")
     check_runs_here("rotary", kernels.rotate_kernel, x, cos, sin)
     with on_device(x):

@@ -49,6 +49,7 @@ import torch
 
 from k3_kernels import tuned
 from k3_kernels._compat import check_ndim, check_runs_here, check_tensor, load_kernels, on_device
+from k3_kernels._numbers import check_number
 
 __all__ = ["MAX_EXPERTS", "MAX_TOP_K", "RouteConfig", "Routing", "choose_config", "route"]
 
@@ -190,6 +191,7 @@ def route(
             f"(there are {num_experts} experts, and the kernel ranks at most {MAX_TOP_K}), "
             f"got {top_k}"
         )
+    check_number("routing", "scale", scale)
     check_tensor("routing", "logits", logits, (num_tokens, num_experts), like=logits)
     check_tensor("routing", "bias", bias, (num_experts,), like=logits, same_dtype=False)
     shape = (num_tokens, top_k)

@@ -21,6 +21,7 @@ from k3_kernels._compat import (
     on_device,
     shape_of,
 )
+from k3_kernels._numbers import check_number
 
 __all__ = ["gated_norm", "row_norm"]
 
@@ -106,6 +107,10 @@ def gated_norm(
                 f"k3_kernels.gated_norm: {name} has stride {tensor.stride(1)} between heads, "
                 f"expected {width}: call .contiguous() first"
             )
+    if not heads:
+        check_number("gated_norm", "eps", eps, at_least=0.0)
+        check_tensor("gated_norm", "weight", weight, (width,), like=x, same_dtype=False)
+        return out
     flat = (tokens, heads * width)
     _launch(
         "gated_norm", _rows(x, flat), weight, _rows(gate, flat), eps, _rows(out, flat), heads, 0
@@ -127,6 +132,7 @@ def _launch(
     heads: int,
     tail: int,
 ) -> torch.Tensor:
+    check_number(name, "eps", eps, at_least=0.0)
     tokens = x.shape[0]
     width = (x.shape[1] - tail) // heads
     check_tensor(name, "x", x, tuple(x.shape), like=x)

@@ -38,7 +38,8 @@ class Row:
     pointers and integers are taken to be multiples of 16, as they are at K3's shapes. ``constants``
     are the compile-time arguments; a string such as ``"tl.float32"`` names a type.
     ``programs_per_sm`` is how many programs the configuration was chosen to keep on one
-    multiprocessor.
+    multiprocessor. ``stack`` is how many bytes a thread may spill: only where that was measured to
+    cost less than what avoids it.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Row:
     constants: dict[str, Any]
     num_warps: int
     programs_per_sm: int = 1
+    stack: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -20,7 +20,10 @@ RELATIVE_TO_ROW = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """One call. ``local``: None, or how the rank's experts are given: ``"range"`` or ``"map"``."""
+    """One call. ``local``: None, or how the rank's experts are given: ``"range"`` or ``"map"``.
+
+    ``cancels``: the first two choices are large and cancel, before the rest of a sum can be lost.
+    """
 
     tokens: int
     top_k: int
@@ -31,12 +34,14 @@ class Case:
     local: str | None = None
     out_dtype: torch.dtype | None = None
     scale: float = 1.0
+    cancels: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         text = f"T{self.tokens}-k{self.top_k}-D{self.width}-{kind}"
-        for name, shown in (("norm", self.norm), ("ready", not self.weighted)):
+        for name, shown in (("norm", self.norm), ("ready", not self.weighted),
+                            ("cancels", self.cancels)):  # fmt: skip
             text += f"-{name}" if shown else ""
         text += f"-{self.local}" if self.local else ""
         return text + (f"-to-{self.out_dtype}" if self.out_dtype else "") + f"-x{self.scale:g}"
@@ -54,6 +59,7 @@ CASES = [
     *(Case(6, 4, 50, norm=norm, local=kind) for norm in (False, True) for kind in ("range", "map")),
     Case(6, 4, 50, weighted=False, local="range"),
     Case(2, 3, 40, norm=True, scale=1e-3),
+    *(Case(2, 4, 40, weighted=weighted, cancels=True) for weighted in (False, True)),
     *(Case(0, 4, 50, norm=norm) for norm in (False, True)),
 ]
 
@@ -66,11 +72,20 @@ def check(case: Case, device: str, config: object = None, *, row_gap: int = 0) -
     shape = (case.tokens, case.top_k)
     # Few bits each, so that float32 sums them exactly: then the sum's rounding has one outcome.
     rows = (torch.randn(*shape, case.width, generator=generator) * 64).round() / 64 * case.scale
+    if case.cancels:  # only in the order of the choices is the rest of a sum kept
+        rows[:, 0] = 2.0**30
+        rows[:, 1] = -rows[:, 0]
     pairs = rows.to(device, case.dtype).view(-1, case.width)
     weights = (torch.rand(shape, generator=generator) * 32).round().to(device) / 32
+    if case.cancels:
+        weights[:, :2] = 1.0
     norm = (1 + 0.3 * torch.randn(case.width, generator=generator)).to(device)
     ids = torch.randint(0, 9, shape, generator=generator).to(device)
-    table = torch.tensor([-1, 0, 1, -1, 2, -1, -1, 3, -1], dtype=torch.int32, device=device)
+    # Around the map lie numbers of experts that are here: what is read beside it shows.
+    around = [0, -1, 0, 1, -1, 2, -1, -1, 3, -1, 1]
+    table = torch.tensor(around, dtype=torch.int32, device=device)[1:-1]
+    if case.local and case.tokens:
+        ids[0, 0], ids[-1, -1] = -1, len(table)  # of no expert
 
     here = torch.ones(shape, dtype=torch.bool, device=device)
     arguments: dict[str, object] = {}
@@ -78,7 +93,8 @@ def check(case: Case, device: str, config: object = None, *, row_gap: int = 0) -
         here = (ids >= 2) & (ids < 6)
         arguments = {"expert_ids": ids, "first_expert": 2, "num_experts": 4}
     elif case.local == "map":
-        here = table[ids] >= 0
+        known = (ids >= 0) & (ids < len(table))
+        here = known & (table[ids.where(known, 0)] >= 0)
         arguments = {"expert_ids": ids.int(), "expert_map": table, "num_experts": 4}
     if case.local:
         pairs[~here.flatten()] = torch.nan  # never written by any expert

@@ -29,7 +29,8 @@ class Case:
 
     ``tokens`` of each request, None for the plain step of one token. ``slots`` of each request;
     negative ones are padding. ``drafts`` is S of ``state_slots [B, S]``, 0 for the one-dimensional
-    form. ``gate`` is the size of the raw gate: at 30 every decay is either e^-5 or 1.
+    form; ``lost`` (request, draft) of them are padding. ``gate`` is the size of the raw gate: at 30
+    every decay is either e^-5 or 1.
     """
 
     heads: int = 2
@@ -43,6 +44,8 @@ class Case:
     dtype: torch.dtype = F32
     gate: float = 1.0
     bounded: bool = True
+    null_slot: int = -1
+    lost: tuple[tuple[int, int], ...] = ()
     seed: int = 0
 
     def __str__(self) -> str:
@@ -54,6 +57,7 @@ class Case:
             parts.append("a" + "_".join(map(str, self.accepted)))
         parts.append(str(self.dtype).removeprefix("torch."))
         parts += [f"g{self.gate:g}"] * (self.gate != 1) + ["softplus"] * (not self.bounded)
+        parts += [f"null{self.null_slot}"] * (self.null_slot >= 0)
         return "-".join(parts)
 
     @property
@@ -90,6 +94,7 @@ CASES = [
     Case(dim=16),
     Case(dim=16, tokens=(3, 2), records=True, columns=5),
     Case(dim=16, tokens=(3, 2), drafts=3, columns=5),
+    Case(dim=16, tokens=(3, 2), drafts=3, columns=5, null_slot=0, lost=((0, 1), (1, 1))),
 ]
 
 
@@ -104,11 +109,13 @@ def make_inputs(case: Case, device: str) -> dict[str, torch.Tensor]:
     num_slots = max(4, *case.slots, len(case.slots) * max(1, case.drafts)) + 2
     per_request = max(1, case.drafts)
     slots = torch.full((len(case.slots), per_request), -1, dtype=torch.int32)
-    free = [s for s in range(num_slots) if s not in case.slots]
+    free = [s for s in range(case.null_slot + 1, num_slots) if s not in case.slots]
     for b, slot in enumerate(case.slots):
         slots[b, 0] = slot
         for s in range(1, per_request):
             slots[b, s] = free.pop(0) if slot >= 0 else -1
+    for b, draft in case.lost:
+        slots[b, draft] = case.null_slot
     tensors = {
         "qkv": normal(n, 3 * wide).to(case.dtype),
         "raw_gate": (normal(n, wide) * case.gate).to(case.dtype),
@@ -175,7 +182,7 @@ def reference(case: Case, given: dict[str, torch.Tensor]) -> dict[str, torch.Ten
             gate = inputs["output_gate"][rows][t].double()
             weight = inputs["norm_weight"].double()
             out[rows][t] = kda.gated_norm(o[0, 0], gate, weight, NORM_EPS)
-            if case.drafts > 1 and not case.records:
+            if case.drafts > 1 and not case.records and int(slots[b, t]) > case.null_slot:
                 state[int(slots[b, t])] = kda.to_cache_layout(S[0])
         if case.drafts <= 1 and not case.records:
             state[slot] = kda.to_cache_layout(S[0])
@@ -212,7 +219,7 @@ def check(case: Case, device: str, *, row_gap: int = 0, config: object = None) -
         records = KDARecords(*parts)
     returned = kda_decode(
         **arguments, norm_eps=NORM_EPS, l2_eps=L2_EPS, records=records, out=out,
-        lower_bound=-5.0 if case.bounded else None, config=config,
+        lower_bound=-5.0 if case.bounded else None, null_slot=case.null_slot, config=config,
     )  # fmt: skip
     zone.check()
     gaps.check()
@@ -237,6 +244,27 @@ def check(case: Case, device: str, *, row_gap: int = 0, config: object = None) -
                 for name, tensor in (("u", records.u), ("k", records.key), ("g", records.gate)):
                     assert_close(f"records.{name}", tensor[b, :length], expected[name][b, :length],
                           RELATIVE[case.dtype])  # fmt: skip
+
+
+def check_left_alone(columns: int, device: str) -> None:
+    """Verify three tokens of which the window has room for two; AssertionError if it does."""
+    from k3_kernels.kda_decode import kda_decode
+
+    case = Case(dim=16, tokens=(columns - TAPS + 2, columns - TAPS + 3), columns=columns)
+    plain = make_inputs(case, device)
+    given = {name: tensor.clone() for name, tensor in plain.items()}
+    arguments = {**given, "conv_state": given["conv_state"].transpose(1, 2)}
+    records = KDARecords.empty(2, case.num_tokens, 2, 16, dtype=F32, device=device)
+    for tensor in (records.u, records.key, records.gate):
+        tensor.fill_(1234.5)
+    out = kda_decode(**arguments, records=records)
+    first = case.num_tokens // 2
+    assert bool(out[:first].isfinite().all()), "the request that fits has no result"
+    assert bool(out[first:].isnan().all()), "a request that does not fit has a result"
+    slot = case.slots[1]
+    assert torch.equal(given["conv_state"][slot], plain["conv_state"][slot]), "its window changed"
+    assert bool((records.u[1] == 1234.5).all()), "it has records"
+    assert torch.equal(given["state"], plain["state"]), "a recording step changed the state"
 
 
 def assert_close(

@@ -38,6 +38,7 @@ class Case:
     dtype: torch.dtype = F32
     gate: float = 1.0
     alike: bool = False
+    null_slot: int = -1
     seed: int = 0
 
     def __str__(self) -> str:
@@ -49,6 +50,7 @@ class Case:
         parts += ["continued"] * (self.continued is not None) + ["alike"] * self.alike
         parts.append(str(self.dtype).removeprefix("torch."))
         parts += [f"g{self.gate:g}"] * (self.gate != 1)
+        parts += [f"null{self.null_slot}"] * (self.null_slot >= 0)
         return "-".join(parts)
 
 
@@ -68,6 +70,9 @@ CASES = [
          checkpoint_slots=(5, 6, 7, 8, 9), continued=(True, False, True, False, True)),
     # The heads of the smallest models.
     Case(lengths=(70, 30), heads=2, dim=16, slots=(1, 0), continued=(True, False)),
+    # A checkpoint that nobody keeps: its slot is padding.
+    Case(lengths=(20, 5), dim=16, slots=(2, 1), checkpoints=(16, 3), checkpoint_slots=(0, 3),
+         null_slot=0),
 ]  # fmt: skip
 
 
@@ -116,7 +121,7 @@ def reference(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
     end = 0
     for b, length in enumerate(case.lengths):
         start, end, slot = end, end + length, case.slots[b]
-        if slot < 0 or length == 0:
+        if slot <= case.null_slot or length == 0:
             continue
         S = kda.from_cache_layout(state[slot])[None]
         if case.continued is None or not case.continued[b]:
@@ -127,8 +132,9 @@ def reference(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
                 piece = [x[None, first:last] for x in (q, k, v, g, beta)]
                 o, S = kda.recurrent(*piece, S)
                 out[first:last] = o[0]
-            if first == start and cut and case.checkpoint_slots is not None:
-                state[case.checkpoint_slots[b]] = kda.to_cache_layout(S[0])
+            kept = case.null_slot if case.checkpoint_slots is None else case.checkpoint_slots[b]
+            if first == start and cut and kept > case.null_slot:
+                state[kept] = kda.to_cache_layout(S[0])
         state[slot] = kda.to_cache_layout(S[0])
     return out, state
 
@@ -150,8 +156,9 @@ def check(case: Case, device: str, *, row_gap: int = 0, config: object = None) -
     guarded["raw_beta"] = gaps.copy("raw_beta", plain["raw_beta"])
     out = gaps.empty("out", (sum(case.lengths), case.heads * case.dim), case.dtype)
     kda_prefill(
-        **guarded, l2_eps=L2_EPS, out=out.unflatten(1, (case.heads, case.dim)), config=config
-    )
+        **guarded, l2_eps=L2_EPS, out=out.unflatten(1, (case.heads, case.dim)), config=config,
+        null_slot=case.null_slot,
+    )  # fmt: skip
     zone.check()
     gaps.check()
     for name, before in plain.items():

@@ -5,7 +5,11 @@ Shared by the tests of the kernel, by the tests of these tests (the mutants) and
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from k3_kernels.kda_records import KDARecords
@@ -37,6 +41,7 @@ class Case:
     dtype: torch.dtype = F32
     gate: float = 1.0
     bounded: bool = True
+    null_slot: int = -1
     seed: int = 0
 
     def __str__(self) -> str:
@@ -50,6 +55,7 @@ class Case:
         parts += [f"L{self.layers}"] if self.layers is not None else []
         parts.append(str(self.dtype).removeprefix("torch."))
         parts += [f"g{self.gate:g}"] * (self.gate != 1) + ["softplus"] * (not self.bounded)
+        parts += [f"null{self.null_slot}"] * (self.null_slot >= 0)
         return "-".join(parts)
 
 
@@ -68,7 +74,19 @@ CASES = [
     Case(layers=2, boundary=(1, 3), boundary_slots=(0, 2), dtype=F16),
     Case(window=False),
     Case(dim=16, boundary=(1, 0), boundary_slots=(4, -1)),
+    # Boundaries that nobody keeps: their slot is padding, or they are none and have one slot.
+    Case(dim=16, boundary=(1, 2), boundary_slots=(4, 0), null_slot=0),
+    Case(dim=16, boundary=(0, 0), boundary_slots=(0, 0)),
 ]  # fmt: skip
+
+#: Columns of the windows, and what the second of two requests may have that does not exist there:
+#: the kernel leaves it alone. Of five slots, 5 is the first that is none.
+LEFT_ALONE: list[tuple[int, dict[str, tuple[int, int]]]] = [
+    (5, {"num_accepted": (2, 4)}),
+    (9, {"num_accepted": (2, 5)}),
+    (9, {"num_accepted": (2, 1), "state_slots": (3, 5), "final_slots": (3, 1)}),
+    (9, {"num_accepted": (2, 1), "final_slots": (3, 5)}),
+]
 
 
 def make_inputs(case: Case, device: str) -> dict[str, torch.Tensor]:
@@ -120,7 +138,7 @@ def reference(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
         k = kda.l2norm(inputs["key"][layer].double(), L2_EPS)
         u = inputs["u"][layer].double()
         for b, (slot, count) in enumerate(zip(case.slots, case.accepted, strict=True)):
-            if slot < 0 or count == 0:
+            if slot <= case.null_slot or count == 0:
                 continue
             targets = {count: [slot if case.final is None else case.final[b]]}
             if case.boundary is not None and case.boundary_slots is not None:
@@ -131,6 +149,8 @@ def reference(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
             for t in range(count):
                 S = S * g[b, t].exp()[:, None] + u[b, t][..., None] * k[b, t][:, None]
                 for target in targets.get(t + 1, ()):
+                    if target <= case.null_slot:
+                        continue
                     state[layer][target] = S
                     if case.window:
                         conv[layer][target, : TAPS - 1] = window[t : t + TAPS - 1]
@@ -152,7 +172,7 @@ def check(case: Case, device: str, *, row_gap: int = 0, config: object = None) -
         del arguments["conv_state"]
     kda_recover(
         **arguments, records=records, l2_eps=L2_EPS,
-        lower_bound=-5.0 if case.bounded else None, config=config,
+        lower_bound=-5.0 if case.bounded else None, null_slot=case.null_slot, config=config,
     )  # fmt: skip
     zone.check()
     for name, before in plain.items():
@@ -160,3 +180,37 @@ def check(case: Case, device: str, *, row_gap: int = 0, config: object = None) -
             assert torch.equal(guarded[name], before), f"the kernel changed {name}"
     assert torch.equal(guarded["conv_state"].cpu(), expected_conv), "wrong window"
     assert_close("state", guarded["state"], expected, RELATIVE[case.dtype], dims=2)
+
+
+@contextmanager
+def nobody_looks() -> Iterator[None]:
+    """Let the operators read no numbers in their checks, as on a GPU."""
+    with mock.patch("k3_kernels.kda_slots.looks_at", lambda tensor: False):
+        module = importlib.import_module("k3_kernels.kda_recover")
+        with mock.patch.object(module, "looks_at", lambda tensor: False):
+            yield
+
+
+def check_left_alone(
+    what: tuple[int, dict[str, tuple[int, int]]], device: str, *, config: object = None
+) -> None:
+    """Commit the first of two requests; AssertionError if the second one changed anything."""
+    from k3_kernels.kda_recover import kda_recover
+
+    columns, changes = what
+    case = Case(dim=16, accepted=(2, 0))
+    whole = make_inputs(case, device)
+    whole["conv_state"] = whole["conv_state"].repeat(1, 2, 1)[:, :columns].contiguous()
+    # A slot more than the operator is told of: there a mistake harms nobody.
+    for name in ("state", "conv_state"):
+        whole[name] = torch.cat((whole[name], whole[name][:1]))
+    expected, expected_conv = reference(case, whole)
+    given = {**whole, "state": whole["state"][:-1]}
+    given["conv_state"] = whole["conv_state"][:-1].transpose(1, 2)
+    for name, numbers in changes.items():
+        given[name] = torch.tensor(numbers, dtype=torch.int32, device=device)
+    records = KDARecords(*(given.pop(name) for name in ("u", "key", "gate")))
+    with nobody_looks():
+        kda_recover(**given, records=records, l2_eps=L2_EPS, config=config)
+    assert torch.equal(whole["conv_state"].cpu(), expected_conv), "wrong window"
+    assert_close("state", whole["state"], expected, RELATIVE[F32], dims=2)

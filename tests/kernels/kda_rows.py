@@ -31,16 +31,17 @@ def _signature(pointers: str, strides: str, numbers: str) -> dict[str, str]:
 
 def _rows(
     name: str, module: str, kernel: str, signature: dict[str, str], constants: dict[str, Any],
-    num_warps: int, *, programs_per_sm: int = 1, **options: Any,
+    num_warps: int, *, programs_per_sm: int = 1, capabilities: tuple[int, ...] = CAPABILITIES,
+    stack: int = 0, **options: Any,
 ) -> list[aot.Row]:  # fmt: skip
     return [
         aot.Row(
             name=name, module=f"k3_kernels.{module}", kernel=kernel, capability=capability,
             signature={k: v for k, v in signature.items() if k not in constants},
             constants={"COMPUTE": "tl.float32", **constants}, num_warps=num_warps,
-            programs_per_sm=programs_per_sm, options=options,
+            programs_per_sm=programs_per_sm, stack=stack, options=options,
         )
-        for capability in CAPABILITIES
+        for capability in capabilities
     ]  # fmt: skip
 
 
@@ -56,18 +57,20 @@ _DECODE_NUMBERS = (
 )
 
 
-def _decode(config: KDADecodeConfig, programs_per_sm: int) -> list[aot.Row]:
+def _decode(config: KDADecodeConfig, programs_per_sm: int, **where: Any) -> list[aot.Row]:
     constants = {
         "D": HEAD_DIM, **_ONE, "slots_stride": 1,
         "WIDTH": TAPS, "BOUNDED": True, "HAS_ACCEPTED": False,
         "DRAFT_SLOTS": False, "EARLY": config.early or config.block_v == HEAD_DIM,
         "PDL": config.pdl, "BLOCK_V": config.block_v, "CHUNK": config.chunk,
-        "STAGES": config.stages, "LOAD_POLICY": "", "STORE_POLICY": "",
+        "STAGES": config.stages, "PREFETCH": config.prefetch, "PIN": config.pin,
     }  # fmt: skip
     return _rows(
-        f"kda_decode-v{config.block_v}-w{config.num_warps}", "kda_decode_kernel",
-        "kda_decode_kernel", _signature(_DECODE_POINTERS, _DECODE_STRIDES, _DECODE_NUMBERS),
+        f"kda_decode-v{config.block_v}-w{config.num_warps}" + ("-pin" if config.pin else ""),
+        "kda_decode_kernel", "kda_decode_kernel",
+        _signature(_DECODE_POINTERS, _DECODE_STRIDES, _DECODE_NUMBERS),
         constants, config.num_warps, programs_per_sm=programs_per_sm,
+        stack=8 if config.pin and config.num_warps == 4 and config.block_v == 64 else 0, **where,
     )  # fmt: skip
 
 
@@ -90,7 +93,9 @@ def _verify(config: KDADecodeConfig, *, record: bool, drafts: bool) -> list[aot.
     )  # fmt: skip
 
 
-def _recover(config: KDARecoverConfig, programs_per_sm: int, *, boundary: bool) -> list[aot.Row]:
+def _recover(
+    config: KDARecoverConfig, programs_per_sm: int, *, boundary: bool, **where: Any
+) -> list[aot.Row]:
     strides = "state_layer state state_head A_log_layer dt_bias_layer"
     strides += "".join(f" {name}_layer {name} {name}_token" for name in ("u", "key", "gate"))
     constants = {
@@ -98,17 +103,19 @@ def _recover(config: KDARecoverConfig, programs_per_sm: int, *, boundary: bool) 
         "TOKENS": TOKENS, "BOUNDED": True, "HAS_BOUNDARY": boundary,
         "MOVE_WINDOW": True, "WIDTH": TAPS, "PDL": config.pdl, "BLOCK_V": config.block_v,
         "SLICE": config.slice_v, "ROWS": config.num_warps, "AHEAD": config.ahead,
+        "PREFETCH": config.prefetch, "PIN": config.pin, "LATE_U": config.late_u,
     }  # fmt: skip
     return _rows(
-        f"kda_recover-v{config.block_v}" + ("-boundary" if boundary else ""), "kda_recover_kernel",
-        "kda_recover_kernel",
+        f"kda_recover-v{config.block_v}" + ("-boundary" if boundary else "")
+        + ("-prefetch" if config.prefetch else "") + ("-pin" if config.pin else ""),
+        "kda_recover_kernel", "kda_recover_kernel",
         _signature(
             "state u key gate A_log dt_bias conv slots accepted final_slots boundary "
             "boundary_slots",
             f"{strides} conv_layer conv conv_channel conv_column",
             "num_requests num_slots num_columns null_slot lower_bound l2_eps",
         ),
-        constants, config.num_warps, programs_per_sm=programs_per_sm,
+        constants, config.num_warps, programs_per_sm=programs_per_sm, **where,
     )  # fmt: skip
 
 
@@ -191,17 +198,43 @@ def _conv() -> list[aot.Row]:
     return _rows("kda_conv", "kda_conv_kernel", "kda_conv_kernel", signature, constants, 4)
 
 
+#: What the measurements on an H200 chose, for it alone, and programs a multiprocessor has to hold.
+HOPPER_DECODE = (
+    (KDADecodeConfig(128, 32, 8, 1, True, True, 65536, True), 1),
+    (KDADecodeConfig(64, 64, 8, 2, True, True), 1),
+    (KDADecodeConfig(64, 64, 4, 2, True, True, 65536, True), 2),  # Triton 3.9 spills 8 bytes
+    (KDADecodeConfig(32, 64, 4, 3, True, True, 16384, True), 3),
+    (KDADecodeConfig(8, 64, 2, 8, True, True, 16384, True), 6),
+    (KDADecodeConfig(8, 64, 2, 6, True, True), 6),
+)
+HOPPER_RECOVER = (
+    (KDARecoverConfig(16, 8, 2, True, 2, prefetch=True), 1),
+    (KDARecoverConfig(16, 8, 2, True, 1, prefetch=True, pin=True), 4),
+    (KDARecoverConfig(32, 8, 2, True, 2, prefetch=True, pin=True, late_u=True), 4),
+    (KDARecoverConfig(128, 8, 2, True, 1, pin=True), 4),
+)
+
+
 def kda_rows() -> list[aot.Row]:
     """Few requests and many, every kind of speculative step, recovery, and the parts of prefill."""
     verify = verify_config_of_release()
     return [
         *_decode(KDADecodeConfig(128, 32, 8, 1, True, True), 1),
         *_decode(KDADecodeConfig(32, 64, 4, 4, False, True), 4),
+        *(
+            row
+            for config, programs in HOPPER_DECODE
+            for row in _decode(config, programs, capabilities=(90,))
+        ),
         *_verify(verify, record=True, drafts=False),
         *_verify(verify, record=False, drafts=True),
         *_verify(verify, record=False, drafts=False),
         *_recover(KDARecoverConfig(16, 16, 2, True), 5, boundary=False),
-        *_recover(KDARecoverConfig(32, 4, 2, True, 8), 4, boundary=False),
+        *(
+            row
+            for config, programs in HOPPER_RECOVER
+            for row in _recover(config, programs, boundary=False, capabilities=(90,))
+        ),
         *_recover(KDARecoverConfig(16, 16, 2, True), 3, boundary=True),
         *_prefill_rows(),
         *_conv(),

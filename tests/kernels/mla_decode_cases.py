@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -27,7 +27,8 @@ class Case:
 
     ``per_token``: lengths are handed over for each token, and fall by more than one from token to
     token. ``sharp`` is about the size of the scores; at 300 e^score overflows unless the highest is
-    subtracted. ``table_gap``: entries of the table that no request uses.
+    subtracted. ``table_gap``: entries of the table that no request uses. ``apart``: the lengths are
+    a column of a wider tensor.
     """
 
     lengths: tuple[int, ...]
@@ -44,6 +45,7 @@ class Case:
     rows_left: bool = False
     sharp: float = 3.0
     table_gap: int = 1
+    apart: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -54,7 +56,7 @@ class Case:
             f"{self.block_m}x{self.block_n}", kind,
         ]  # fmt: skip
         parts += ["per-token"] * self.per_token + ["sharp"] * (self.sharp > 100)
-        parts += ["rows-left"] * self.rows_left
+        parts += ["rows-left"] * self.rows_left + ["apart"] * self.apart
         return "-".join(parts)
 
 
@@ -81,6 +83,7 @@ CASES = [
     Case(()),
     Case((4, 4), heads=0),
     Case((16, 32), table_gap=0, splits=2),
+    Case((5, 20, 11), splits=2, apart=True),
 ]
 
 #: Some with the sides of the products exchanged.
@@ -105,6 +108,7 @@ FEW_CASES = [
     Case((21, 9), heads=3, rank=20, width_pe=6, splits=1),
     Case((3, 2), tokens=5, splits=1),
     Case((40, 5, 0), tokens=2, splits=3, rows_left=True),
+    Case((5, 20, 11), splits=1, apart=True),
 ]
 
 
@@ -210,6 +214,9 @@ def check(case: Case, device: str, *, row_gap: int = 0, config: object = None) -
     guarded = Inputs(
         *(None if v is None else zone.copy(name, v) for name, v in vars(plain).items())
     )
+    if case.apart:
+        wide = torch.stack((plain.lengths, torch.ones_like(plain.lengths)), 1)
+        guarded = replace(guarded, lengths=zone.copy("lengths", wide)[:, 0])
     shape = tuple(plain.q_latent.shape)
     out = zone.empty("out", shape, case.dtype)
     lse = zone.empty("lse", shape[:2], F32)

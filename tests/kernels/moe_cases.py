@@ -29,7 +29,7 @@ class Case:
 
     ``experts`` are here, the first of them with the id ``first``; ids run over ``all_experts``.
     ``routing``: ``uniform``, ``skewed`` (half of the pairs to one expert) or ``one`` (every token
-    to the same experts). ``scales``: lowest and highest scale byte.
+    to the same experts). ``scales``: lowest and highest scale byte. ``absent``: one id is -1.
     """
 
     tokens: int = 2
@@ -44,13 +44,14 @@ class Case:
     routing: str = "uniform"
     dtype: torch.dtype = F32
     scales: tuple[int, int] = (118, 122)
+    absent: bool = False
     seed: int = 0
     config: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         default = Case()
         parts = [f"T{self.tokens}-k{self.top_k}-E{self.experts}-H{self.hidden}-I{self.inner}"]
-        for name in ("kind", "layout", "first", "routing", "scales"):
+        for name in ("kind", "layout", "first", "routing", "scales", "absent"):
             value = getattr(self, name)
             if value != getattr(default, name):
                 parts.append(f"{name}={value}".replace(" ", ""))
@@ -86,6 +87,8 @@ def make_inputs(case: Case, device: str) -> Inputs:
     elif case.routing == "skewed":
         scores[: rows // 2 + 1, case.first] = 2.0
     ids = scores.topk(case.top_k, -1).indices.to(torch.int32).contiguous()
+    if case.absent:
+        ids[0, 0] = -1
     weights = torch.rand(rows, case.top_k, **on) + 0.1
     low, high = case.scales
     shapes = ((case.experts, 2 * case.inner, case.hidden), (case.experts, case.hidden, case.inner))

@@ -47,6 +47,7 @@ WAYS = {
     "two-launches": AttnResConfig(64, 1, 1, preload=True, slice_h=32, slice_warps=1),
     "groups": AttnResConfig(64, 1, 3, preload=False, group=2),
     "registers": AttnResConfig(32, 1, 0, preload=True, group=3),
+    "slices": AttnResConfig(0, 1, 1, preload=True, slice_h=64, slice_warps=2, mix_h=32),
 }
 
 
@@ -60,19 +61,24 @@ def test_every_way_equals_the_equations(case: Case, way: str, device: str) -> No
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tokens", [1, 16, 133])
 @pytest.mark.parametrize("way", WAYS)
-def test_launched_early_the_kernels_wait(way: str, tokens: int, device: str) -> None:
-    """Forty calls that feed each other, each launched while the one before it still runs."""
+@pytest.mark.parametrize("stored", [True, False])
+def test_launched_early_the_kernels_wait(way: str, stored: bool, tokens: int, device: str) -> None:
+    """Forty calls that feed each other, each launched while the one before it still runs.
+
+    By prefixes alone, or by blocks too. What is asked for early is not what is read.
+    """
     inputs = make_inputs(Case(8, tokens, 7168, F16), device)
     weights = (inputs.query, inputs.key_norm_weight, inputs.norm_weight)
     wide = {**vars(WAYS[way]), "block_h": 1024, "num_warps": 8, "slice_warps": 4}
     wide["slice_h"] = 512 if wide["slice_h"] else 0
 
     def chain(pdl: bool) -> torch.Tensor:
-        config = AttnResConfig(**{**wide, "pdl": pdl})
+        config = AttnResConfig(**{**wide, "pdl": pdl, "prefetch": pdl})
         bank, prefix = inputs.blocks.clone(), inputs.prefix.clone()
         for call in range(40):
             out, prefix = attn_res(bank, prefix, inputs.delta, *weights, config=config)
-            bank[call % 8].copy_(out)
+            if stored:
+                bank[call % 8].copy_(out)
         return out
 
     for _ in range(5):

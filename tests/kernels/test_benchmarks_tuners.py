@@ -5,14 +5,14 @@ from __future__ import annotations
 import doctest
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks import buckets, tune_kda, tune_moe, tuner_options, tuning
+from benchmarks import buckets, tune_attn_res, tune_kda, tune_moe, tuner_options, tuning
 from benchmarks.moe_candidates import CASES
 from benchmarks.timing import Timing
 from k3_kernels import tuned
@@ -103,6 +103,24 @@ def test_a_shipped_table_survives_one_size(table: Path) -> None:
     assert tuned.pick(after, 1) == tuned.pick(after, 2) == {"name": "new"}
     for tokens in range(3, 10_000):
         assert tuned.pick(after, tokens) == tuned.pick(shipped["buckets"], tokens)
+
+
+@pytest.mark.parametrize("operator", ["kda_decode", "kda_recover", "attn_res"])
+def test_what_is_shipped_is_tried_again(operator: str) -> None:
+    """At the size that it was measured at, which it serves, as the tuner would store it."""
+    text = (Path(tuned.__file__).parent / "tuned" / "nvidia_h200.json").read_text(encoding="utf-8")
+    (entry,) = json.loads(text)["operators"][operator].values()
+    if operator == "attn_res":
+        bounds = dict(tune_attn_res.SIZES)
+        tried = {size: tune_attn_res.candidates(size) for size in bounds}
+    else:
+        kind = operator.removeprefix("kda_")
+        bounds = buckets.middles(tune_kda.case_sizes(kind))
+        tried = dict.fromkeys(bounds, tune_kda.VARIANTS[kind])
+    shipped = {bucket["measured_at"]: bucket for bucket in entry["buckets"]}
+    assert {size: bucket["up_to"] for size, bucket in shipped.items()} == bounds
+    for size, bucket in shipped.items():
+        assert bucket["config"] in [asdict(config) for config in tried[size]], size
 
 
 def test_what_has_no_right_variant_keeps_what_is_stored(table: Path) -> None:

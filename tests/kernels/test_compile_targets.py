@@ -20,8 +20,9 @@ from decode_rows import decode_rows
 from filelock import FileLock
 from kda_rows import kda_rows
 from mla_rows import mla_rows
-from moe_rows import moe_rows
+from moe_rows import moe_rows, tile_rows
 from routing_rows import dispatch_rows, finalize_rows, routing_rows
+from seat_rows import seat_rows
 
 pytest.importorskip("triton", reason="compiling needs Triton")
 
@@ -33,9 +34,11 @@ ROWS = [
     *dispatch_rows(),
     *finalize_rows(),
     *moe_rows(),
+    *tile_rows(),
     *kda_rows(),
     *decode_rows(),
     *mla_rows(),
+    *seat_rows(),
 ]
 
 #: Rows whose products are large enough for a warp group.
@@ -64,7 +67,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, aot.Report]:
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_fits_the_target(row: aot.Row, reports: dict[str, aot.Report]) -> None:
     report = reports[str(row)]
-    assert report.stack == 0 and report.local == 0, f"{row} spills: {report}"
+    assert report.stack <= row.stack and report.local == 0, f"{row} spills: {report}"
     assert report.shared <= aot.SHARED_BYTES_PER_PROGRAM, f"{row}: {report}"
     assert report.programs_per_sm(row.num_warps) >= row.programs_per_sm, f"{row}: {report}"
 

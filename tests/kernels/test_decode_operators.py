@@ -46,8 +46,8 @@ class Guarded:
 @pytest.mark.parametrize("width", [1, 90, 128, 1030])
 @pytest.mark.parametrize("kind", ["situ", "silu", "sigmoid"])
 def test_gates_equal_their_equations(kind: str, width: int, device: str) -> None:
-    both = normal(width, 3, 2 * width + 5, device=device)
-    x, y = both[:, :width], both[:, width + 5 :]
+    x = normal(width, 3, width + 5, device=device)[:, :width]
+    y = normal(width + 1, 3, width + 2, device=device)[:, 2:]
     out = Guarded(3, width, device)
     if kind == "situ":
         got = situ_and_mul(x, y, beta=3.0, linear_beta=20.0, out=out.inside)
@@ -80,8 +80,10 @@ def test_a_row_is_normed_and_its_tail_copied(width: int, tail: int, device: str)
 @pytest.mark.parametrize(("heads", "width"), [(1, 16), (3, 64), (3, 128), (5, 40)])
 def test_heads_are_normed_then_gated(heads: int, width: int, device: str) -> None:
     size = heads * width
-    both = normal(3, 7, 2 * size + 6, device=device)
-    x, gate = (both[:, i : i + size].unflatten(1, (heads, width)) for i in (2, size + 4))
+    x, gate = (
+        normal(gap, 7, size + gap, device=device)[:, gap:].unflatten(1, (heads, width))
+        for gap in (3, 5)
+    )
     weight, out = normal(4, width, device=device), Guarded(7, size, device)
     got = gated_norm(x, gate, weight, out=out.inside.unflatten(1, (heads, width)))
     torch.testing.assert_close(got, kda.gated_norm(x, gate, weight), **CLOSE)
@@ -114,6 +116,24 @@ def test_few_rows_are_multiplied(
     out.check()
 
 
+def test_no_heads_have_no_norm(device: str) -> None:
+    none, weight = torch.zeros(2, 0, 5, device=device), torch.ones(5, device=device)
+    assert gated_norm(none, none, weight).shape == (2, 0, 5)
+    with pytest.raises(ValueError, match=r"weight has shape \[4\], expected \[5\]"):
+        gated_norm(none, none, weight[:4])
+
+
+def test_heads_apart_in_any_order_are_rotated(device: str) -> None:
+    """Tokens of a head together, and heads of a token: neither shares memory."""
+    x = normal(8, 3, 2, 4, device=device)
+    angle = normal(9, 3, 2, device=device)
+    expected = rotate_pairs(x.clone(), angle.cos(), angle.sin())
+    other = x.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(rotate_pairs(other, angle.cos(), angle.sin()), expected)
+    one_head = normal(8, 3, 4, device=device).as_strided((3, 1, 4), (4, 2, 1))
+    rotate_pairs(one_head, angle.cos(), angle.sin())
+
+
 def test_what_does_not_fit_is_refused(device: str) -> None:
     x = torch.zeros(3, 8, device=device)
     with pytest.raises(ValueError, match="T up to 64"):
@@ -134,3 +154,9 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         gated_norm(x.view(3, 2, 4), apart, torch.ones(4, device=device))
     with pytest.raises(ValueError, match="even P"):
         rotate_pairs(torch.zeros(1, 1, 3, device=device), x[:1, :1], x[:1, :1])
+    whole, angles = torch.zeros(20, device=device), torch.zeros(2, 2, device=device)
+    with pytest.raises(TypeError, match=r"cos is torch\.float16, expected torch\.float32"):
+        rotate_pairs(whole[:16].view(2, 2, 4), angles.half(), angles)
+    for strides in ((8, 2, 1), (2, 8, 1), (5, 4, 1)):
+        with pytest.raises(ValueError, match="heads share memory"):
+            rotate_pairs(whole.as_strided((2, 2, 4), strides), angles, angles)

@@ -24,6 +24,7 @@ CASES = [
     Case(3, 3, 40, F32, norm=True, out_dtype=F16),
     *(Case(6, 4, 50, local=kind) for kind in ("range", "map")),
     Case(6, 4, 50, weighted=False, local="range"),
+    Case(2, 4, 40, cancels=True),
 ]
 CONFIGS = (FinalizeConfig(64, 1), FinalizeConfig(16, 1, 2))
 
@@ -38,7 +39,13 @@ MUTANTS = [
     Mutant("rows-do-not-advance", "row += pairs_stride", "row += 0"),
     Mutant("rows-of-the-first-token", "token * TOP_K * pairs_stride", "0 * pairs_stride"),
     Mutant("last-row-only", "(total[piece] + value,)", "(value,)"),
+    Mutant("choices-in-reverse", "    for choice in tl.static_range(TOP_K):",
+           "    row += (TOP_K - 1) * pairs_stride\n    pairs_stride = -pairs_stride\n"
+           "    for choice in tl.static_range(TOP_K - 1, -1, -1):"),
     # Rows of other ranks
+    Mutant("map-read-before-its-start", "(expert >= 0) & (expert < map_size)",
+           "expert < map_size"),
+    Mutant("map-read-behind-its-end", "(expert >= 0) & (expert < map_size)", "expert >= 0"),
     Mutant("absent-rows-read", "mask=cols < end", "mask=cols < WIDTH"),
     Mutant("range-not-shifted", "expert -= first_expert", "pass"),
     Mutant("map-read-elsewhere", "map_ptr + expert, mask=known", "map_ptr, mask=known"),

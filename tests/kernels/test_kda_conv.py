@@ -31,6 +31,7 @@ class Case:
     checkpoint_slots: tuple[int, ...] = ()
     dtype: torch.dtype = F32
     taps: int = 4
+    null_slot: int = -1
 
 
 CASES = [
@@ -44,6 +45,10 @@ CASES = [
          checkpoints=(16, 2, 1, 0), checkpoint_slots=(4, 5, 6, 7)),
     Case(lengths=(9, 9), slots=(0, 1), taps=2, continued=(True, False)),
     Case(lengths=(5,), channels=3 * 3 * 64),  # the tiny K3's
+    # Checkpoints that nobody keeps: their slot is padding, or they are none and have one slot.
+    Case(lengths=(20, 5), slots=(3, 1), channels=48, continued=(True, False), checkpoints=(16, 2),
+         checkpoint_slots=(4, 0), null_slot=0),
+    Case(lengths=(9, 5), slots=(3, 1), channels=48, checkpoints=(0, 0), checkpoint_slots=(0, 0)),
 ]  # fmt: skip
 
 
@@ -64,7 +69,7 @@ def check(case: Case, device: str) -> None:
     end = 0
     for b, length in enumerate(case.lengths):
         start, end, slot = end, end + length, case.slots[b]
-        if slot < 0 or length == 0:
+        if slot <= case.null_slot or length == 0:
             continue
         history = conv[slot, : case.taps - 1].T
         if case.continued is None or not case.continued[b]:
@@ -75,7 +80,8 @@ def check(case: Case, device: str) -> None:
         if case.checkpoints is not None and 0 < case.checkpoints[b] <= length:
             cut = x[start : start + case.checkpoints[b]].double()
             _, window = kda.short_conv(cut, taps.double(), history.double())
-            windows[case.checkpoint_slots[b], : case.taps - 1] = window.T.to(case.dtype)
+            if case.checkpoint_slots[b] > case.null_slot:
+                windows[case.checkpoint_slots[b], : case.taps - 1] = window.T.to(case.dtype)
 
     def numbers(*values: int) -> torch.Tensor:
         return dense.copy("numbers", torch.tensor(values, dtype=torch.int32))
@@ -92,6 +98,7 @@ def check(case: Case, device: str) -> None:
     kda_conv(
         zone.copy("qkv", x), zone.copy("taps", taps), guarded.transpose(1, 2),
         numbers(*case.slots), cu_seqlens=numbers(*ends), out=out, **cuts,
+        null_slot=case.null_slot,
         has_initial_state=None if case.continued is None
         else torch.tensor(case.continued, device=device),
     )  # fmt: skip
@@ -141,6 +148,11 @@ def test_more_tokens_than_a_grid_holds(
         ({"conv_state": torch.tensor(0.0)}, ValueError, r"conv_state has shape \[\]"),
         ({"cu_seqlens": torch.tensor([0, 4]).int()}, ValueError, r"cu_seqlens is \[0, 4\]"),
         ({"out": torch.zeros(3, 7)}, ValueError, "out has shape"),
+        (
+            {"checkpoint_at": torch.tensor([1]).int(), "checkpoint_slots": torch.tensor([0]).int()},
+            ValueError,
+            "checkpoint_slots names slot 0 for request 0, whose last state goes there",
+        ),
     ],
 )
 def test_refusals_name_the_argument(

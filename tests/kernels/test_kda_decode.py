@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kda_decode_cases import CASES, Case, assert_close, check, make_inputs, reference
+from kda_decode_cases import (
+    CASES,
+    Case,
+    assert_close,
+    check,
+    check_left_alone,
+    make_inputs,
+    reference,
+)
 
 pytest.importorskip("triton", reason="running kernels needs Triton")
 
@@ -37,6 +45,34 @@ def test_dense_rows(case: Case, device: str) -> None:
 def test_walks_over_slices_of_values(case: Case, device: str) -> None:
     check(case, device, config=KDADecodeConfig(8, 16, 1, 3))
     check(case, device, config=KDADecodeConfig(16, 32, 1, 2, early=True))
+
+
+#: Loads before the branch on whether the slot exists: the whole head, a last slice, the window.
+PINNED = [
+    KDADecodeConfig(32, 32, 1, 1, pin=True),
+    KDADecodeConfig(16, 16, 1, 2, early=True, pin=True),
+    KDADecodeConfig(16, 16, 1, 2, pin=True),
+]
+
+
+@pytest.mark.parametrize("config", PINNED, ids=str)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_loads_before_the_branch(case: Case, config: KDADecodeConfig, device: str) -> None:
+    if config.block_v <= case.dim:
+        check(case, device, row_gap=24, config=config)
+
+
+@pytest.mark.parametrize("columns", [4, 5])
+def test_tokens_that_do_not_fit_the_window(columns: int, device: str) -> None:
+    check_left_alone(columns, device)
+
+
+def test_rows_of_no_request_are_not_written(device: str) -> None:
+    inputs = make_inputs(Case(dim=16, tokens=(2, 2)), device)
+    inputs["cu_seqlens"] = torch.tensor([1, 2, 3], dtype=torch.int32, device=device)
+    out = torch.full((4, 2, 16), 1234.5, device=device)
+    _call(inputs, out=out)
+    assert (out[[0, 3]] == 1234.5).all() and (out[1:3] != 1234.5).all()
 
 
 def test_slots_nobody_has_named_stay_out(device: str) -> None:
@@ -254,7 +290,15 @@ REAL = Case(heads=12, dim=128, slots=SLOTS, dtype=BF16)
         None,
         *(
             KDADecodeConfig(*c)
-            for c in ((128, 32, 8, 1), (32, 64, 4, 5, True, True), (8, 32, 1, 3))
+            for c in (
+                (128, 32, 8, 1),
+                (32, 64, 4, 5, True, True),
+                (8, 32, 1, 3),
+                (128, 32, 8, 1, True, True, 65536, True),
+                (64, 64, 4, 2, True, True, 65536, True),
+                (32, 64, 4, 3, True, True, 16384, True),
+                (8, 64, 2, 8, True, True, 16384, True),
+            )
         ),
     ],
 )

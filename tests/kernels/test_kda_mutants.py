@@ -14,6 +14,7 @@ from mutants import CONTROL, Mutant, first_failure, use
 pytest.importorskip("triton", reason="running kernels needs Triton")
 
 from k3_kernels.kda_decode import KDADecodeConfig
+from k3_kernels.kda_recover import KDARecoverConfig
 
 # NumPy, which runs the kernels here, remarks on some of the mistakes.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -50,11 +51,25 @@ DECODE = [
            "draft_slot = tl.load(slots_ptr + row * slots_stride + token * slots_draft_stride)",
            "draft_slot = tl.load(slots_ptr + row * slots_stride + (token - token) * "
            "slots_draft_stride)"),
+    Mutant("draft-slot-of-nobody",
+           "(draft_slot > null_slot) & (draft_slot < num_slots)",
+           "draft_slot < num_slots"),
+    Mutant("window-too-narrow",
+           "(count <= max_tokens) & (count + WIDTH - 2 <= num_columns)",
+           "(count <= max_tokens) & (count + WIDTH - 3 <= num_columns)"),
     Mutant("window-one-late",
            "(WIDTH - 2 + token) * conv_column_stride",
            "(WIDTH - 1 + token) * conv_column_stride"),
     Mutant("slice-left-out", "range(0, LOOPED, num_stages", "range(0, LOOPED - 1, num_stages"),
     Mutant("slice-of-v", "tl.where(tiles == tile, v, 0.0)", "tl.where(tiles == 0, v, 0.0)"),
+    # Loads before the branch
+    Mutant("early-slice-is-the-first", "+ (NUM_TILES - 1) * BLOCK_V * D", "+ 0 * BLOCK_V * D"),
+    Mutant("early-slice-of-the-window's-slot",
+           "early = state_ptr + start_slot.to(tl.int64)",
+           "early = state_ptr + slot.to(tl.int64)"),
+    Mutant("early-window-without-v",
+           "part < tl.where(valid, 3, 0)",
+           "part < tl.where(valid, 2, 0)"),
     Mutant("next-token-of-the-next",
            "tl.minimum(token + 1, count - 1)",
            "tl.minimum(token + 2, count - 1)"),
@@ -90,9 +105,30 @@ RECOVER = [
            "weights_after(boundary, normalised",
            "weights_after(count, normalised"),
     Mutant("boundary-behind-the-end", "(boundary <= count)", "(boundary <= count + 1)"),
+    Mutant("boundary-slot-of-nobody",
+           "inside & (boundary_slot > null_slot) & (boundary_slot",
+           "inside & (boundary_slot"),
+    Mutant("window-too-narrow", "count + WIDTH - 2 <= num_columns",
+           "count + WIDTH - 3 <= num_columns"),
+    Mutant("more-than-recorded", "(count > 0) & (count <= TOKENS)", "(count > 0)"),
+    Mutant("slot-of-nobody",
+           "exists = (slot > null_slot) & (slot < num_slots)",
+           "exists = slot > null_slot"),
+    Mutant("final-slot-of-nobody", "(final_slot > null_slot) & (final_slot < num_slots)",
+           "(final_slot > null_slot)"),
     Mutant("final-slot-ignored",
            "layer_state + final_slot.to(tl.int64)",
            "layer_state + slot.to(tl.int64)"),
+    # Loads that are held where they are, and u of a slice in its turn
+    Mutant("late-u-of-the-first-slice", "load_u(u_row, values + piece * SLICE,",
+           "load_u(u_row, values + 0 * SLICE,"),
+    Mutant("late-u-left-out", "if LATE_U and piece > 0:", "if LATE_U and piece < 0:"),
+    Mutant("pinned-padding-goes-on",
+           "if PIN:\n        if not exists:",
+           "if PIN:\n        if False:"),
+    Mutant("pinned-mask-turned", "tl.where(exists, D * D, 0)", "tl.where(exists, 0, D * D)"),
+    Mutant("pinned-slices-repeat", "early = tl.load(source + piece * (SLICE * D)",
+           "early = tl.load(source + 0 * (SLICE * D)"),
     Mutant("layer-ignored",
            "layer_state = state_ptr + layer * state_layer_stride",
            "layer_state = state_ptr"),
@@ -105,15 +141,27 @@ BUILT = {
     "kda_recover": ("kda_recover",),
 }
 #: The cases that see most come first; the right kernel has to pass them all.
-ORDER = (15, 7, 0, 14, 5, 12, 10)
+ORDER = (15, 7, 0, 14, 5, 12, 10, 22)
 
 
 def _runs(operator: str) -> list[tuple[Callable[..., None], Any, dict[str, Any]]]:
     if operator == "kda_recover":
-        return [(kda_recover_cases.check, case, {}) for case in kda_recover_cases.CASES[::-1]]
+        pinned = {"config": KDARecoverConfig(32, 8, 2, ahead=2, pin=True, late_u=True)}
+        return [
+            *((kda_recover_cases.check_left_alone, c, {}) for c in kda_recover_cases.LEFT_ALONE),
+            *(
+                (kda_recover_cases.check_left_alone, c, pinned)
+                for c in kda_recover_cases.LEFT_ALONE
+            ),
+            (kda_recover_cases.check, kda_recover_cases.CASES[0], pinned),
+            *((kda_recover_cases.check, case, {}) for case in kda_recover_cases.CASES[::-1]),
+        ]
     first, *rest = ((kda_decode_cases.check, kda_decode_cases.CASES[i], {}) for i in ORDER)
     in_slices = {"config": KDADecodeConfig(8, 16, 1, 3)}
-    return [first, (kda_decode_cases.check, kda_decode_cases.CASES[0], in_slices), *rest]
+    sliced = (kda_decode_cases.check, kda_decode_cases.CASES[0], in_slices)
+    early = {"config": KDADecodeConfig(16, 16, 1, 2, early=True, pin=True)}
+    pinned = (kda_decode_cases.check, kda_decode_cases.CASES[9], early)
+    return [first, (kda_decode_cases.check_left_alone, 4, {}), sliced, pinned, *rest]
 
 
 @pytest.mark.parametrize("mutant", DECODE, ids=str)

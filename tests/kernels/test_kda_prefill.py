@@ -72,6 +72,21 @@ def test_zero_as_the_null_slot(device: str) -> None:
     assert not torch.equal(inputs["state"][1], before[1])
 
 
+@pytest.mark.parametrize(
+    ("at", "slots"), [((0, 0), (0, 0)), ((4, 3), (0, 0)), ((1, 1), (-1, -1)), ((3, 0), (2, 1))]
+)
+def test_checkpoints_that_nobody_asks_for(
+    at: tuple[int, int], slots: tuple[int, int], device: str
+) -> None:
+    """None, behind the end, of padding: their slots may be any, and any number of times."""
+    inputs = make_inputs(Case(lengths=(3, 2), dim=16, slots=(0, 1)), device)
+    kda_prefill(
+        **inputs,
+        checkpoint_at=_numbers(*at).to(device),
+        checkpoint_slots=_numbers(*slots).to(device),
+    )
+
+
 def test_configuration_follows_the_shape() -> None:
     for dim in (16, 32, 64, 128):
         for heads, tokens in ((1, 1), (12, 8192), (96, 1024), (1000, 100)):
@@ -134,6 +149,21 @@ def _numbers(*values: int) -> torch.Tensor:
         ({"lower_bound": -6.0}, ValueError, "lower_bound is -6.0, expected -5 to 0"),
         ({"lower_bound": 0.0}, ValueError, "lower_bound is 0.0, expected -5 to 0"),
         ({"out": torch.zeros(5, 1, 31)}, ValueError, "out has shape"),
+        (
+            {"checkpoint_at": _numbers(1, 1), "checkpoint_slots": _numbers(0, 2)},
+            ValueError,
+            "checkpoint_slots names slot 0 for request 0, whose last state goes there",
+        ),
+        (
+            {"checkpoint_at": _numbers(1, 1), "checkpoint_slots": _numbers(1, 2)},
+            ValueError,
+            "checkpoint_slots names slot 1 for request 0, but request 1 has it in state_slots",
+        ),
+        (
+            {"checkpoint_at": _numbers(1, 2), "checkpoint_slots": _numbers(2, 2)},
+            ValueError,
+            "checkpoint_slots names slot 2 for request 1, but request 0 has it in checkpoint_slots",
+        ),
     ],
 )
 def test_refusals_name_the_argument(

@@ -49,6 +49,8 @@ PREFILL = [
     Mutant("key-lengths-left-out", "* k_length[None, :] - recalled", "- recalled"),
     Mutant("starts-from-zero", "!= 0) & (segment == 0):", "!= 0) & (segment < 0):"),
     Mutant("checkpoint-one-late", "if index + 1 == before_cut:", "if index == before_cut:"),
+    Mutant("checkpoint-slot-of-nobody", "(keep > null_slot) & (keep < num_slots)",
+           "keep < num_slots"),
     Mutant("no-cut", "(cut > 0) & (cut <= length), cut, 0)", "(cut > 0) & (cut < 0), cut, 0)"),
     Mutant("chunks-of-the-next",
            "tl.where(sequence < mine, count, 0)",
@@ -77,6 +79,8 @@ CONV = [
     Mutant("checkpoint-at-the-end",
            "position = cut - (WIDTH - 1) + column",
            "position = length - (WIDTH - 1) + column"),
+    Mutant("checkpoint-slot-of-nobody", "(keep > null_slot) & (keep < num_slots)",
+           "(keep < num_slots)"),
 ]  # fmt: skip
 
 
@@ -94,7 +98,7 @@ def _runs(operator: str) -> list[tuple[Callable[..., None], Any, dict[str, Any]]
     # Slow decays: what a state was 128 tokens ago has to matter.
     pieces = kda_prefill_cases.Case(lengths=(300,), continued=(True,), alike=True)
     config = KDAPrefillConfig(32, 4, 0, 32, 4, 2, 4)
-    return [*((check, cases[i], {}) for i in (4, 10, 8)), (check, pieces, {"config": config})]
+    return [*((check, cases[i], {}) for i in (4, 10, 8, 12)), (check, pieces, {"config": config})]
 
 
 @pytest.mark.parametrize("mutant", PREFILL, ids=str)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from kda_recover_cases import CASES, Case, check, make_inputs
+from kda_recover_cases import CASES, LEFT_ALONE, Case, check, check_left_alone, make_inputs
 
 pytest.importorskip("triton", reason="running kernels needs Triton")
 
@@ -16,6 +16,13 @@ from k3_kernels.kda_recover import KDARecoverConfig, choose_config
 
 BF16 = torch.bfloat16
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+#: Loads that the compiler may not move, and u of a slice read in its turn.
+HELD = [
+    KDARecoverConfig(32, 8, 2, ahead=2, pin=True, late_u=True),
+    KDARecoverConfig(128, 8, 2, pin=True),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -29,6 +36,22 @@ def test_equals_the_recurrence(case: Case, device: str) -> None:
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
 def test_any_cut_of_the_values(case: Case, config: KDARecoverConfig, device: str) -> None:
     check(case, device, config=config)
+
+
+@pytest.mark.parametrize("config", HELD, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loads_may_be_held_where_they_are(
+    case: Case, config: KDARecoverConfig, device: str
+) -> None:
+    check(case, device, config=config)
+
+
+@pytest.mark.parametrize("config", [None, *HELD], ids=str)
+@pytest.mark.parametrize("what", LEFT_ALONE, ids=str)
+def test_what_does_not_exist_is_left_alone(
+    what: tuple[int, dict[str, tuple[int, int]]], config: KDARecoverConfig | None, device: str
+) -> None:
+    check_left_alone(what, device, config=config)
 
 
 @pytest.mark.parametrize("accepted", [1, 2, 4])
@@ -114,6 +137,50 @@ def _numbers(*values: int) -> torch.Tensor:
         ({"dt_bias": torch.zeros(60)}, ValueError, "dt_bias has shape"),
         ({"conv_state": torch.zeros(5, 190, 6)}, ValueError, "conv_state has shape"),
         ({"conv_state": torch.zeros(5, 192, 6).half()}, TypeError, "conv_state is torch.float16"),
+        (
+            {"conv_state": torch.zeros(5, 192, 5)},
+            ValueError,
+            "keeps 5 inputs, but after 4 accepted tokens 4 taps need 6",
+        ),
+        (
+            {"boundary": _numbers(1, 2), "boundary_slots": _numbers(0, 1)},
+            ValueError,
+            "boundary_slots names slot 1 for request 1, whose last state goes there",
+        ),
+        (
+            {
+                "boundary": _numbers(1, 2),
+                "boundary_slots": _numbers(0, 2),
+                "final_slots": _numbers(3, 2),
+            },
+            ValueError,
+            "boundary_slots names slot 2 for request 1, whose last state goes there",
+        ),
+        (
+            {"boundary": _numbers(1, 2), "boundary_slots": _numbers(1, 0)},
+            ValueError,
+            "boundary_slots names slot 1 for request 0, but request 1 has it in state_slots",
+        ),
+        (
+            {"boundary": _numbers(1, 2), "boundary_slots": _numbers(0, 0)},
+            ValueError,
+            "boundary_slots names slot 0 for request 1, but request 0 has it in boundary_slots",
+        ),
+        (
+            {"state_slots": _numbers(1, 2), "final_slots": _numbers(2, 3)},
+            ValueError,
+            "final_slots names slot 2 for request 0, but request 1 has it in state_slots",
+        ),
+        (
+            {"final_slots": _numbers(0, 0)},
+            ValueError,
+            "final_slots names slot 0 for request 1, but request 0 has it in final_slots",
+        ),
+        (  # a request of which nothing is accepted keeps its state
+            {"num_accepted": _numbers(2, 0), "final_slots": _numbers(1, 0)},
+            ValueError,
+            "final_slots names slot 1 for request 0, but request 1 has it in state_slots",
+        ),
     ],
 )
 def test_refusals_name_the_argument(
@@ -121,6 +188,26 @@ def test_refusals_name_the_argument(
 ) -> None:
     with pytest.raises(error, match=message):
         kda_recover(**{**_good(), **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"boundary": (1, 2), "boundary_slots": (3, 1), "final_slots": (0, 2)},  # over their starts
+        {"boundary": (0, 5), "boundary_slots": (1, 1)},  # at none of their tokens
+        {"boundary": (1, 1), "boundary_slots": (-1, -1)},
+        {"num_accepted": (0, 2), "final_slots": (0, 0)},
+        {"state_slots": (-1, 1), "final_slots": (0, 0)},
+        {"num_accepted": (2, 3), "state_slots": (3, 3), "null_slot": 3},
+    ],
+    ids=str,
+)
+def test_slots_that_nobody_shares(changes: dict[str, object], device: str) -> None:
+    numbers = {
+        name: _numbers(*value) if isinstance(value, tuple) else value
+        for name, value in changes.items()
+    }
+    kda_recover(**_on(device, {**_good(), **numbers}))  # type: ignore[arg-type]
 
 
 def test_layers_of_windows_are_wanted_with_layers_of_states() -> None:
@@ -151,7 +238,21 @@ def test_interpreter_refuses_bfloat16() -> None:
 @needs_gpu
 @pytest.mark.parametrize(
     "config",
-    [None, *(KDARecoverConfig(*c) for c in ((16, 16, 1), (64, 8, 1), (128, 8, 2, True)))],
+    [
+        None,
+        *(
+            KDARecoverConfig(*c)
+            for c in (
+                (16, 16, 1),
+                (64, 8, 1),
+                (128, 8, 2, True),
+                (16, 8, 2, True, 2, True),
+                (16, 8, 2, True, 1, True, True),
+                (32, 8, 2, True, 2, True, True, True),
+                (128, 8, 2, True, 1, False, True),
+            )
+        ),
+    ],
     ids=str,
 )
 def test_released_shape(config: KDARecoverConfig | None, device: str) -> None:

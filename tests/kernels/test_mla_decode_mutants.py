@@ -11,6 +11,8 @@ from mutants import Mutant, build, use
 
 pytest.importorskip("triton", reason="running kernels needs Triton")
 
+import k3_kernels
+
 # NumPy, which runs the kernels here, remarks on some of the mistakes.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -25,6 +27,7 @@ MUTANTS = [
     Mutant("first-token-for-all", "limits + tokens - num_tokens + 1", "limits - num_tokens + 1"),
     Mutant("lengths-of-the-first-token", "tokens * lengths_token_stride", "tokens * 0"),
     Mutant("length-of-the-first-request", "request * lengths_stride", "0 * lengths_stride"),
+    Mutant("lengths-next-to-each-other", "request * lengths_stride", "request"),
     Mutant("rows-behind-the-context", "mask = rows < last", "mask = rows < last + BLOCK_N"),
     # Where rows are
     Mutant("every-request-is-the-first", "request.to(tl.int64) * table_stride", "0"),
@@ -106,6 +109,17 @@ def test_check_refuses(
 ) -> None:
     use("mla_decode", mutant, tmp_path, monkeypatch)
     assert first_failure(device), f"the wrong kernel {mutant} passed all cases"
+
+
+def test_check_refuses_an_operator_that_ignores_a_stride(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Lengths of one dimension, which the kernel reads with the stride that it is told."""
+    module = importlib.import_module("k3_kernels.mla_decode")
+    stride = "lengths.stride(0),\n"
+    mutant = Mutant("stride-of-lengths", stride, f"1 if lengths.ndim == 1 else {stride}")
+    monkeypatch.setattr(k3_kernels, "mla_decode", build(module, mutant, tmp_path).mla_decode)
+    assert first_failure(device), "the wrong operator passed all cases"
 
 
 def test_check_accepts_the_kernel_built_the_same_way(

@@ -16,6 +16,9 @@ SORTED = {"block_m": 8}
 MANY = {"prefill": True, "block_m": 16}
 TILES = {"prefill": True, "block_m": 64, "extra_m": 16, "down_resident": True}
 FIT = {**TILES, "fit": True}
+LISTED = {**FIT, "fit_extra": True, "listed": 1}
+BOXED = {"gate_boxed": True, "down_boxed": True, "down_resident": False}
+
 
 CASES = [
     Case(inner=72, config=DIRECT),
@@ -43,6 +46,21 @@ CASES = [
          config={"prefill": True, "block_m": 16, "extra_m": 8}),
     Case(tokens=40, top_k=1, experts=2, hidden=32, inner=32,
          config={"prefill": True, "block_m": 16, "extra_m": 8, "fit": True}),
+    # The list of tiles. Eight blocks of an expert are one tile of five and one of half and extra.
+    Case(tokens=128, top_k=1, experts=2, routing="one", hidden=32, inner=32, config=LISTED),
+    Case(tokens=40, top_k=1, experts=9, hidden=200, inner=72,
+         config={**LISTED, "listed": 4, "block_m": 16, "extra_m": 8}),
+    Case(tokens=60, top_k=1, experts=3, hidden=40, inner=40, kind="bf16",
+         config={**LISTED, "listed": 4, "block_k": 32}),
+    Case(tokens=60, top_k=2, experts=3, first=3, all_experts=8, hidden=32, inner=40, kind="bf16",
+         config={**LISTED, **BOXED}),
+    Case(tokens=20, top_k=1, experts=2, hidden=40, inner=72, kind="bf16",
+         config={"prefill": True, "block_m": 16, "block_k": 32, "listed": 4, **BOXED,
+                 "down_row_blocks": 2}),
+    Case(tokens=60, top_k=1, experts=2, hidden=136, inner=72, kind="bf16",
+         config={**LISTED, **BOXED, "block_k": 32, "down_row_blocks": 2}),
+    # Rows of 18 numbers lie at no multiple of 16 bytes: no copy engine.
+    Case(tokens=3, hidden=18, inner=18, kind="bf16", config={**MANY, "block_k": 32, **BOXED}),
     Case(kind="bf16", dtype=F16),
     Case(hidden=40, dtype=F16),
     # Parts without columns: one block for four parts, and five, which leave the last part none.
@@ -108,6 +126,27 @@ GPU_CONFIGS = [
     Case(tokens=64, config={"block_m": 8}, scales=(100, 140), **TP8),
     Case(tokens=600, config={"prefill": True, "block_m": 32}, scales=(100, 140), **TP8),
     Case(tokens=600, config={"prefill": True, "block_m": 64}, layout="nibbles", **TP8),
+    # What 8192 tokens take, with fewer of them and a load that makes tiles of every size.
+    *(
+        Case(
+            tokens=tokens,
+            kind="bf16",
+            routing="skewed",
+            **EP8,
+            config={
+                **LISTED,
+                **BOXED,
+                "listed": places,
+                "block_m": 128,
+                "extra_m": 32,
+                "block_k": 64,
+                "down_block_n": 128,
+                "down_warps": 8,
+                "down_registers": 128,
+            },
+        )
+        for tokens, places in ((1000, 1), (4096, 4))
+    ),
     Case(
         tokens=3000,
         config={

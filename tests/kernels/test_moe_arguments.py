@@ -69,6 +69,7 @@ def test_refusals_name_the_argument(
         ({"extra_m": 24}, "extra_m must be a power of two"),
         ({"block_m": 16, "extra_m": 32}, "extra_m=32 must go into block_m=16"),
         ({"down_resident": True, "down_split": 2}, "down_resident and down_split exclude"),
+        ({"down_resident": True, "down_boxed": True}, "down_resident and down_boxed exclude"),
     ],
 )
 def test_constants_that_cannot_be(values: dict[str, Any], message: str) -> None:

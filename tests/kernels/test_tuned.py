@@ -11,6 +11,11 @@ from k3_kernels import tuned
 from k3_kernels.attn_res import AttnResConfig
 from k3_kernels.dispatch import DispatchConfig
 from k3_kernels.finalize import FinalizeConfig
+from k3_kernels.kda_decode import KDADecodeConfig
+from k3_kernels.kda_prefill import KDAPrefillConfig
+from k3_kernels.kda_recover import KDARecoverConfig
+from k3_kernels.mla_decode import MLADecodeConfig
+from k3_kernels.moe_config import MoEConfig
 from k3_kernels.routing import RouteConfig
 
 GPU = torch.device("cuda", 0)
@@ -44,6 +49,15 @@ def test_storing_keeps_every_other_entry(table: Path) -> None:
     assert tuned.lookup("routing", "E=5", 1, GPU) == {"warps": 1}
     entry = json.loads(path.read_text(encoding="utf-8"))["operators"]["routing"]["E=4"]
     assert entry["provenance"] == {"made": "second"}
+
+
+def test_a_whole_entry_can_be_read(table: Path) -> None:
+    assert tuned.stored("ACME G-1", "routing", "E=4") is None
+    tuned.store("ACME G-1", "routing", "E=4", BUCKETS, {"made": "here"})
+    entry = {"provenance": {"made": "here"}, "buckets": BUCKETS}
+    assert tuned.stored("ACME G-1", "routing", "E=4") == entry
+    assert tuned.stored("ACME G-1", "routing", "E=5") is None
+    assert tuned.stored("ACME G-1", "dispatch", "E=4") is None
 
 
 def test_what_a_caller_does_to_its_constants_stays_with_it(table: Path) -> None:
@@ -80,6 +94,12 @@ def test_shipped_tables_fit_the_operators() -> None:
         "attn_res": AttnResConfig,
         "dispatch": DispatchConfig,
         "finalize": FinalizeConfig,
+        "kda_decode": KDADecodeConfig,
+        "kda_prefill": KDAPrefillConfig,
+        "kda_recover": KDARecoverConfig,
+        "kda_verify": KDADecodeConfig,
+        "mla_decode": MLADecodeConfig,
+        "moe": MoEConfig,
         "routing": RouteConfig,
     }
     paths = sorted((Path(tuned.__file__).parent / "tuned").glob("*.json"))
@@ -91,6 +111,8 @@ def test_shipped_tables_fit_the_operators() -> None:
         for operator, kind in kinds.items():
             for shape, entry in table["operators"][operator].items():
                 assert {"triton", "torch", "date_utc"} <= set(entry["provenance"])
+                command = entry["provenance"]["command"]
+                assert " /" not in command, f"a folder of the machine that measured: {command}"
                 assert entry["buckets"][-1]["up_to"] is None, f"{operator} {shape} has an end"
                 for bucket in entry["buckets"]:
                     kind(**bucket["config"])
