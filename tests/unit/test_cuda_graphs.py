@@ -5,6 +5,8 @@ Whether a GPU replays what it recorded is in tests/kernels/test_triton_backend.p
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +19,7 @@ from kimik3_lab.reference.initialization import random_model
 from kimik3_lab.reference.model import K3ForCausalLM
 from kimik3_lab.serving import CacheConfig, Engine, SamplingParams, Scheduler, SchedulerConfig
 from kimik3_lab.serving.executors.cuda_graphs import CudaRecorder, DecodeGraphs
+from kimik3_lab.serving.executors.graph_recordings import no_collection
 from kimik3_lab.serving.executors.torch_executor import TorchExecutor
 
 PROMPTS = [[0, 5, 9], [0, 7, 7, 8, 3, 20, 21], [0, *range(10, 64), *range(5, 20)], [0, 4]]
@@ -113,3 +116,23 @@ def test_steps_with_prompts_are_computed_as_always(model: K3ForCausalLM) -> None
 def test_without_a_gpu_there_is_nothing_to_record_with() -> None:
     with pytest.raises(RuntimeError, match="leave cuda_graphs at False"):
         CudaRecorder()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_while_a_graph_is_recorded(enabled: bool) -> None:
+    """A cycle that holds an older graph is freed before, not in the middle."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    before, freed = gc.isenabled(), weakref.ref(Cycle())
+    gc.enable() if enabled else gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="capture"), no_collection():
+            assert freed() is None
+            assert not gc.isenabled()
+            raise RuntimeError("capture failed")
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable() if before else gc.disable()

@@ -6,7 +6,9 @@ Needs torch; recording needs a CUDA device. Part of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -21,7 +23,9 @@ from kimik3_lab.serving.executors.step_counters import StepCounters
 from kimik3_lab.serving.executors.step_metadata import StepMetadata, step_numbers
 from kimik3_lab.serving.executors.step_parts import Decodes, Segment, StateRows
 
-__all__ = ["Ahead", "CudaRecorder", "GraphShape", "Recorder", "Recording", "padded_size"]
+__all__ = [
+    "Ahead", "CudaRecorder", "GraphShape", "Recorder", "Recording", "no_collection", "padded_size",
+]  # fmt: skip
 
 
 def padded_size(number: int) -> int:
@@ -46,6 +50,23 @@ class Recorder(Protocol):
         ``warm_up`` may be called before, as often as is needed: it runs the same kernels and
         leaves no trace.
         """
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Hold Python's garbage collector: it must find no older graph while a new one is recorded.
+
+    To free a graph is not permitted then, and what was recorded so far would be lost. An executor
+    that nobody needs any more is such garbage, since its parts know each other.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class CudaRecorder:
@@ -73,7 +94,7 @@ class CudaRecorder:
                 warm_up()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with no_collection(), torch.cuda.graph(graph, pool=self._pool):
             function()
         return graph.replay
 
