@@ -243,7 +243,10 @@ class RequestBook:
         self._preempted_req_ids |= output.preempted_req_ids
         self._finished_req_ids |= output.finished_req_ids
         failed = [r.request_id for r in output.scheduled if self.requests.get(r.request_id) is r]
-        return self.finish_requests(failed, RequestStatus.FINISHED_ERROR)
+        news = self.finish_requests(failed, RequestStatus.FINISHED_ERROR)
+        # An executor that has heard of the end no longer knows whom else it is told about.
+        self._preempted_req_ids -= self._finished_req_ids
+        return news
 
     # -- questions ---------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kimik3_lab.serving import (
@@ -254,6 +254,11 @@ def test_any_run_keeps_the_invariants(
     failing=st.sets(st.integers(0, 25), min_size=2, max_size=12),
     heard=st.booleans(),
 )
+# Preempted in a step that failed, and ended in the next, which failed too.
+@example(
+    max_num_seqs=2, budget=1000, cache_config=CacheConfig(1 + 18, 1),
+    prompts=[[2], [2, 2, 2, 2], [2], [2], [2], [2]], failing={7, 8, 9}, heard=True,
+)  # fmt: skip
 def test_failing_steps_cost_their_own_requests_only(
     max_num_seqs: int,
     budget: int,
