@@ -153,7 +153,9 @@ def admission_new(rng: Random) -> Scenario:
     if rng.random() < 0.5:
         config["max_num_active_seqs"] = rng.randint(1, config["max_num_seqs"])
     if rng.random() < 0.5 and not config["kda"]:
-        config["long_prefill_token_threshold"] = rng.choice([16, 48, 100])
+        # vLLM refuses one that no prompt can reach.
+        longest = config.get("max_model_len", 100)
+        config["long_prefill_token_threshold"] = min(rng.choice([16, 48, 100]), longest)
         config["long_prefill_token_threshold_adaptive"] = True
     if rng.random() < 0.4:
         config["prefill_schedule_interval"] = rng.choice([2, 3, 5])
