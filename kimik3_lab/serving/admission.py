@@ -13,7 +13,7 @@ from kimik3_lab.serving.config import CacheConfig, SchedulerConfig
 from kimik3_lab.serving.kv_cache_capacity import blocks_per_request
 from kimik3_lab.serving.request import Request, RequestStatus
 
-__all__ = ["check_can_finish", "check_configs"]
+__all__ = ["blocks_to_compute", "check_can_finish", "check_configs"]
 
 
 def check_configs(config: SchedulerConfig, cache_config: CacheConfig) -> None:
@@ -106,8 +106,33 @@ def _most_blocks(
     limit, k = scheduler_config.max_model_len, scheduler_config.num_speculative_tokens
     # The last token is sampled but never computed. Drafts are, and the drafter writes behind them.
     computed = min(request.num_prompt_tokens + request.max_tokens - 1 + k, limit - 1)
-    slots = min(computed + scheduler_config.num_lookahead_tokens, limit)
-    most = blocks_per_request(cache_config, slots, k).total
+    return blocks_to_compute(computed, limit, scheduler_config, cache_config)
+
+
+def blocks_to_compute(
+    num_tokens: int,
+    max_model_len: int,
+    scheduler_config: SchedulerConfig,
+    cache_config: CacheConfig,
+) -> int:
+    """Count the blocks of a sequence with so many computed tokens.
+
+    Parameters
+    ----------
+    num_tokens : int
+        Of a sequence of at most ``max_model_len``, drafts included.
+    max_model_len : int
+        Nothing is written behind it. It may be another than the scheduler's.
+    scheduler_config, cache_config
+        What it runs under.
+
+    Examples
+    --------
+    >>> blocks_to_compute(63, 64, SchedulerConfig(1, 8, 64), CacheConfig(9))
+    4
+    """
+    slots = min(num_tokens + scheduler_config.num_lookahead_tokens, max_model_len)
+    most = blocks_per_request(cache_config, slots, scheduler_config.num_speculative_tokens).total
     if cache_config.partial_hash_hits:  # a hit inside a block is copied
         most += cache_config.num_groups
     return most

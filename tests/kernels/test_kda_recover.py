@@ -207,7 +207,10 @@ def test_slots_that_nobody_shares(changes: dict[str, object], device: str) -> No
         name: _numbers(*value) if isinstance(value, tuple) else value
         for name, value in changes.items()
     }
-    kda_recover(**_on(device, {**_good(), **numbers}))  # type: ignore[arg-type]
+    given = _on(device, {**_good(), **numbers})
+    before = given["state"].clone()
+    kda_recover(**given)  # type: ignore[arg-type]
+    assert torch.equal(given["state"], before) == (numbers.get("null_slot") == 3)  # all padding
 
 
 def test_layers_of_windows_are_wanted_with_layers_of_states() -> None:

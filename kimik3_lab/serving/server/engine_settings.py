@@ -16,6 +16,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kimik3_lab.serving.admission import blocks_to_compute
 from kimik3_lab.serving.config import CacheConfig, SchedulerConfig
 from kimik3_lab.serving.kv_cache_capacity import blocks_per_request
 from kimik3_lab.serving.kv_cache_groups import group_layers
@@ -192,10 +193,8 @@ def _fit(options: ServeOptions, scheduler: SchedulerConfig, cache: CacheConfig) 
     every chat that does not limit its answer.
     """
 
-    def blocks(length: int) -> int:  # as each request is checked, see serving.admission
-        slots = min(length - 1 + scheduler.num_lookahead_tokens, length)
-        total = blocks_per_request(cache, slots, scheduler.num_speculative_tokens).total
-        return total + (cache.num_groups if cache.partial_hash_hits else 0)
+    def blocks(length: int) -> int:  # its last token is sampled and never computed
+        return blocks_to_compute(length - 1, length, scheduler, cache)
 
     asked, usable = scheduler.max_model_len, cache.num_usable_blocks
     longest = bisect_right(range(1, asked + 1), usable, key=blocks)
